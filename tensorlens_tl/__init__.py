@@ -6,8 +6,8 @@
 >>> bool(attribution.gap.max() < 1e-4)
 True
 
-The public names, and where they come from, are listed in ``__init__.pyi``. A name is imported when it is first used, so
-that the command line can print its help without waiting for torch.
+``__init__.pyi`` lists the public names and where they come from. Names are imported on first use, so that the command
+line can print its help without waiting for torch.
 """
 
 import ast
@@ -26,13 +26,13 @@ _HOMES = {
     if isinstance(node, ast.ImportFrom) and node.module
     for name in node.names
 }
-"""The module that each public name comes from; the package itself for its own modules."""
+"""The module that defines each public name; the package itself for its own modules."""
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 _RENAMED = {"RULES": "FROZEN_RULES"}
-"""Old names, which go in version 0.3."""
+"""Old names, to be removed in version 0.3."""
 
 
 def __getattr__(name: str) -> Any:
@@ -52,8 +52,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _pointer(name: str) -> str:
-    """Where a name is that was looked for here, or which is near, to end a message."""
-    if name.startswith("_"):  # tools that look into modules ask for many of these
+    """Return the end of an error message that says where a missing name is defined, or suggests a similar one."""
+    if name.startswith("_"):  # introspection tools look up many private names
         return ""
     homes = [module for module, home in _HOMES.items() if home == __name__]
     for home in homes:

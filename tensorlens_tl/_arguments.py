@@ -1,4 +1,4 @@
-"""Checks that many functions share, with one way to say what is wrong."""
+"""Argument checks shared by many functions, with uniform error messages."""
 
 import difflib
 import inspect
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Number = float
     """A number of any kind."""
 else:
-    Whole = Number = Any  # what is none is refused with the name of the argument
+    Whole = Number = Any  # the functions check these themselves, to name the argument in their message
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -49,14 +49,14 @@ WORDS: Mapping[Any, str] = {
     Sequence: "a list",
     Callable: "a function",
 }
-"""What is said of the types that are annotated most."""
+"""How messages describe the most common types."""
 
 
 def checked_names(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """A function that refuses arguments which it does not have, and calls that lack one, as a decorator.
+    """Decorate a function to reject unknown, surplus and missing arguments with a helpful message.
 
     Raises:
-        WrongCallError: no such argument, one too many, or one missing; says which name is near, and which there are.
+        WrongCallError: the arguments do not fit the signature; suggests the nearest name and lists all.
 
     >>> @checked_names
     ... def rows(of, *, as_share=False):
@@ -79,11 +79,7 @@ def checked_names(function: Callable[Parameters, Returned]) -> Callable[Paramete
 def _bound(
     function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """What each argument of a call is.
-
-    Raises:
-        WrongCallError: the function does not take these.
-    """
+    """Bind a call's arguments to their names; raise `WrongCallError` if they do not fit the signature."""
     try:
         return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -94,12 +90,12 @@ def _bound(
         if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             wrong = f"there is no argument {unknown[0]!r}.{nearest(unknown[0], parameters)}"
         elif str(error) == "too many positional arguments":
-            wrong += " Those after '*' are passed by name."
+            wrong += " Arguments after '*' must be passed by name."
         raise WrongCallError(f"{name}: {wrong} It is called as {name}({_in_order(signature)}).") from None
 
 
 def _in_order(signature: inspect.Signature) -> str:
-    """The names of the arguments as they are declared, with ``=`` where they may be left out.
+    """List the arguments in order of declaration, with ``=`` after optional ones.
 
     >>> _in_order(inspect.signature(check_choice))
     'name, value, known, synonyms='
@@ -121,11 +117,11 @@ def _in_order(signature: inspect.Signature) -> str:
 
 
 Old = Mapping[str, tuple[str, Mapping[Any, Any]]]
-"""Old names of arguments: today's name of each, and today's of its values that have another one."""
+"""Old argument names, each with its current name and the current names of any renamed values."""
 
 
 def formerly(old: Old) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
-    """A function that takes old names of its arguments and warns, as a decorator; see `current_names`.
+    """Decorate a function to accept old argument names with a warning; see `current_names`.
 
     >>> @formerly({"of": ("by", {})})
     ... def rows(by):
@@ -152,10 +148,10 @@ def formerly(old: Old) -> Callable[[Callable[Parameters, Returned]], Callable[Pa
 
 
 def current_names(function: str, arguments: Mapping[str, Any], old: Old) -> dict[str, Any]:
-    """Arguments by their names of today; warns of each old one, with the new spelling.
+    """Translate arguments to their current names, warning about each old one.
 
     Raises:
-        WrongCallError: an argument by its old name and its new one.
+        WrongCallError: an argument is passed under both its old and its new name.
     """
     renamed = {name: value for name, value in arguments.items() if name not in old}
     for name, (today, values) in old.items():
@@ -168,7 +164,7 @@ def current_names(function: str, arguments: Mapping[str, Any], old: Old) -> dict
             renamed[name] = value
             continue
         if today in renamed:
-            raise WrongCallError(f"{function}: {name}= is {today}= now, and both were passed; leave {name} out.")
+            raise WrongCallError(f"{function}: {name}= is {today}= now, and both were passed; leave out {name}=.")
         renamed[today] = value
         warn_caller(
             f"{function}: {name}={_in_short(arguments[name])} is {today}={_in_short(value)} now; the old name goes in "
@@ -179,18 +175,19 @@ def current_names(function: str, arguments: Mapping[str, Any], old: Old) -> dict
 
 
 NEXT_VERSION = "0.3"
-"""The version without the names that warn now."""
+"""The version that removes the names that warn now."""
 
 
 def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-    """A function that refuses arguments which are not what it is annotated to take, as a decorator.
+    """Decorate a function to reject arguments that do not match their annotations.
 
-    Where a type does not say enough, ``Annotated[type, "words"]`` says what to pass. `Any` is not checked: arguments
-    that the function checks, with better words than a type has, are annotated so (see `tensorlens_tl.models.protocol`).
+    Where the type alone says too little, ``Annotated[type, "words"]`` describes what to pass. `Any` is not checked: it
+    marks arguments that the function checks itself, with a better message (see `tensorlens_tl.models.protocol`).
 
     Raises:
-        InvalidInputError: an argument is something else; names the function and the argument, what was passed and
-            what is accepted. Also what `checked_names` refuses.
+        InvalidInputError: an argument has the wrong type or value; names the function and the argument, what was
+            passed and what is accepted.
+        WrongCallError: as in `checked_names`.
 
     >>> @checked_arguments
     ... def share(x: int | float, of: Literal["rows", "columns"] = "rows"):
@@ -225,7 +222,7 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
 
 
 def in_words(hint: Any) -> str:
-    """What an annotation accepts: the choices of a `Literal`, the members of a union, or what is said of a type.
+    """Describe what an annotation accepts: the choices of a `Literal`, the members of a union, or the type in words.
 
     >>> in_words(Literal["l1", "l2"] | None)
     "'l1', 'l2' or None"
@@ -248,7 +245,7 @@ def _alternatives(hint: Any) -> list[str]:
 
 
 def _choices(hint: Any) -> list[Any]:
-    """The values that an annotation lists."""
+    """List the values of a `Literal`."""
     if get_origin(hint) is Literal:
         return list(get_args(hint))
     if get_origin(hint) in (Annotated, Union, UnionType):
@@ -257,7 +254,7 @@ def _choices(hint: Any) -> list[Any]:
 
 
 def nearest(value: Any, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
-    """What to say where a value is nearly one of the known names, or what others call it; else nothing.
+    """Return a hint for a misspelt name or another library's name, as the end of a message; empty if there is none.
 
     >>> nearest("methods", ["method", "target"])
     " Did you mean 'method'?"
@@ -281,16 +278,14 @@ def _plain_name(name: str) -> str:
 
 
 def check_choice(name: str, value: Any, known: Iterable[str | None], synonyms: Mapping[str, str] | None = None) -> None:
-    """Refuse a value that is none of the known names; says which is near, or what others' name stands for.
+    """Raise unless the value is one of the known names; suggests the nearest, or the name used here for a synonym.
 
     Args:
-        name: of the argument.
-        value: what was passed.
-        known: what may be passed.
-        synonyms: names that others use, and the known one for each.
+        name: the argument, for the message.
+        synonyms: names used elsewhere, each with the known name it stands for.
 
     Raises:
-        InvalidInputError: it is none of them.
+        InvalidInputError: the value is not a known name.
     """
     known = list(known)
     if value not in known:
@@ -299,7 +294,7 @@ def check_choice(name: str, value: Any, known: Iterable[str | None], synonyms: M
 
 
 def _in_short(value: Any) -> str:
-    """A value in a message: the kind and shape of a tensor or an array, and the beginning of anything longer."""
+    """Abbreviate a value for a message: kind and shape of a tensor or array, the beginning of anything long."""
     if getattr(value, "shape", None):
         return f"<{type(value).__name__} {list(value.shape)} {value.dtype}>"
     text = repr(value)
@@ -307,10 +302,10 @@ def _in_short(value: Any) -> str:
 
 
 def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None, why: str = "") -> int:
-    """An integer of any kind (numpy's and torch's too) within bounds, as Python's own.
+    """Return an integer of any kind (Python's, numpy's or torch's) as a Python int, checking its bounds.
 
     Raises:
-        InvalidInputError: not an integer, a truth value, or out of bounds; says which.
+        InvalidInputError: not an integer, a boolean, or out of bounds.
     """
     try:
         if isinstance(value, bool):
@@ -325,7 +320,7 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
 
 
 def refuse_meta(name: str, value: Any) -> None:
-    """Raise `InvalidInputError` for a tensor on the meta device, which has a shape and no values."""
+    """Raise `InvalidInputError` for a tensor on the meta device, which has a shape but no values."""
     if getattr(value, "is_meta", False):
         what = ": ".join(filter(None, [name, f"a tensor {list(value.shape)}"]))
         raise InvalidInputError(
@@ -334,10 +329,10 @@ def refuse_meta(name: str, value: Any) -> None:
 
 
 def whole_slice(name: str, value: slice, why: str = "") -> slice:
-    """A slice whose ends and step are integers or None, its step not zero, as Python's own.
+    """Return a slice with Python ints, checking that its ends are integers or None and its step is not zero.
 
     Raises:
-        InvalidInputError: another one; says what is wrong.
+        InvalidInputError: an end is not an integer, or the step is zero.
     """
     ends = [end if end is None else whole_number(name, end, why=why) for end in (value.start, value.stop, value.step)]
     if ends[2] == 0:
@@ -346,7 +341,7 @@ def whole_slice(name: str, value: slice, why: str = "") -> slice:
 
 
 def plain(value: Any) -> Any:
-    """Tensors and numpy's arrays and integers as Python's own; anything else as it is.
+    """Convert tensors, numpy arrays and numpy integers to plain Python values; return anything else unchanged.
 
     Raises:
         InvalidInputError: a tensor on the meta device.

@@ -1,4 +1,4 @@
-"""Rows of files, as tables of their columns. Nothing heavy is imported, so that a wrong name costs no time."""
+"""Reading rows from files. Imports nothing heavy, so that a misspelt file or column name fails at once."""
 
 import csv
 import json
@@ -12,15 +12,15 @@ from tensorlens_tl._arguments import nearest
 from tensorlens_tl.errors import InvalidInputError
 
 UNKNOWN_ID = "id"
-"""The column of ids that may be missing: rows are then known by their number."""
+"""The default id column; rows are numbered where it is missing."""
 
 FILES = {".jsonl": "lines of JSON", ".csv": "CSV with a header", ".parquet": "Parquet"}
-"""The files that are read, by the ends of their names."""
+"""Supported file types by ending."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows become prompts; see `attribute_dataset` for each option."""
+    """How rows become prompts; see `attribute_dataset` for the options."""
 
     text: str = "text"
     id: str = UNKNOWN_ID
@@ -30,17 +30,17 @@ class Reading:
 
 
 def check_rows(path: Path, reading: Reading) -> None:
-    """Raise `InvalidInputError` before a model is loaded: no such file, an unreadable first row, or no such column."""
+    """Raise `InvalidInputError`, before a model loads, for a missing file, unreadable first row or unknown column."""
     for row in islice(file_rows(path), 1):
         present(row, reading)
 
 
 def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    """The rows of a file, each as a table of its columns."""
+    """Yield the rows of a file as mappings from column to value."""
     kind = path.suffix.lower()
     if kind not in FILES:
         known = ", ".join(f"{end} ({what})" for end, what in FILES.items())
-        raise InvalidInputError(f"rows: cannot read {path}; a file is one of {known}. One text is rows=[text].")
+        raise InvalidInputError(f"rows: cannot read {path}; a file is one of {known}. Pass one text as rows=[text].")
     if not path.is_file():
         raise InvalidInputError(f"rows: there is no file {path}.")
     return _rows_in(path, kind)
@@ -54,16 +54,16 @@ def _rows_in(path: Path, kind: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _of_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8-sig") as file:  # other programs write a byte-order mark
+    with path.open(encoding="utf-8-sig") as file:  # skips a byte-order mark, which some programs write
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise InvalidInputError(f"rows: line {number} of {path} is no JSON ({error}).") from error
+                raise InvalidInputError(f"rows: line {number} of {path} is not valid JSON ({error}).") from error
             if not isinstance(row, dict):
-                raise InvalidInputError(f"rows: line {number} of {path} is {type(row).__name__}, not a table {{...}}.")
+                raise InvalidInputError(f"rows: line {number} of {path} is {type(row).__name__}, not an object.")
             yield row
 
 
@@ -74,12 +74,12 @@ def _of_csv(path: Path) -> Iterator[Mapping[str, Any]]:
             names = reader.fieldnames or []
             repeated = [name for name in names if names.count(name) > 1]
             if repeated:
-                raise InvalidInputError(f"rows: {path} has two columns {repeated[0]!r}.")
+                raise InvalidInputError(f"rows: {path} has two columns named {repeated[0]!r}.")
             for row in reader:
-                if None in row:  # what csv calls fields without a column: most often a comma that is not quoted
+                if None in row:  # where csv puts surplus fields, usually because of an unquoted comma
                     raise InvalidInputError(
-                        f"rows: line {reader.line_num} of {path} has more fields than the header; put texts with "
-                        "commas in quotes."
+                        f"rows: line {reader.line_num} of {path} has more fields than the header; quote texts that "
+                        "contain commas."
                     )
                 yield row
         except csv.Error as error:
@@ -96,13 +96,13 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         for batch in pq.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
+        raise InvalidInputError(f"rows: {path} is not a Parquet file, or is damaged ({error}).") from error
 
 
 def present(row: Mapping[str, Any], reading: Reading) -> Reading:
-    """The columns to read; raises `InvalidInputError` where a row lacks one.
+    """Return the columns to read; raise `InvalidInputError` if the row lacks one of them.
 
-    Without a column of the default name, prompts may be in one that is called ``"prompt"``.
+    If the default text column is missing, ``"prompt"`` is read instead.
     """
     if reading.text == Reading.text and reading.text not in row and "prompt" in row:
         reading = replace(reading, text="prompt")
@@ -113,9 +113,9 @@ def present(row: Mapping[str, Any], reading: Reading) -> Reading:
     if missing:
         hint = nearest(missing[0], map(str, row))
         if {"role", "content"} <= set(row):
-            hint = " Messages are one chat, which is one row: pass [messages]."
+            hint = " The messages of one chat are one row: pass [messages]."
         elif missing[0] == reading.text and (reading.text == Reading.text or not hint):
             longest = max(row, key=lambda name: len(str(row[name])), default="prompt")
-            hint = f" Say which one holds the prompts, such as text={longest!r}."
+            hint = f" Name the column that holds the prompts, such as text={longest!r}."
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")
     return reading

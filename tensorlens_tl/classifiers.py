@@ -1,4 +1,4 @@
-"""Classifiers of text as models that every question can be asked about: their logits are those of classes."""
+"""Text classifiers as models for every analysis of this package: their logits are those of classes."""
 
 import copy
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ LOADERS = {
     "ForTokenClassification": transformers.AutoModelForTokenClassification,
     OF_ANSWERS: transformers.AutoModelForQuestionAnswering,
 }
-"""How the classes of transformers end whose heads are read, and what loads them."""
+"""Name endings of the transformers classes whose heads are supported, and their loaders."""
 
 NEUTRAL = {
     "final_logit_softcapping": None, "logits_soft_cap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
     "output_multiplier": 1.0, "lm_head_multiplier": 1.0, "tie_word_embeddings": False,
 }  # fmt: skip
-"""What language models do to the logits of tokens, and no classifier to those of its classes, switched off."""
+"""What language models do to token logits but no classifier to class logits, switched off."""
 
 SEVERAL = ("regression", "multi_label_classification")
-"""The problems whose outputs do not exclude each other."""
+"""Problem types whose outputs do not exclude each other."""
 
 TOKENS = 8
-"""How many random tokens the two models are compared on."""
+"""The number of random tokens on which the two models are compared."""
 
 
 def load_classifier(
@@ -45,35 +45,35 @@ def load_classifier(
     trust_remote_code: bool = False,
     hf_model: Any = None,
 ) -> Any:
-    """Boot a classifier of text from Hugging Face as a TransformerBridge whose logits are those of its classes.
+    """Boot a text classifier from Hugging Face as a TransformerBridge whose logits are those of its classes.
 
-    The backbone is booted as TransformerLens boots its language model, with the classifier's head in the place of the
-    unembedding. Classes then stand wherever tokens stand in other models: ``target="POSITIVE"`` is the logit of that
-    label, and where target and minus are left out, the predicted class is explained against the runner-up (of a
-    regression, or of labels that do not exclude each other, the largest output alone).
+    The backbone is booted as TransformerLens boots its language model, with the classifier's head in place of the
+    unembedding. Classes then take the place of tokens everywhere: ``target="POSITIVE"`` is the logit of that label, and
+    if target and minus are left out, the predicted class is explained against the runner-up (for a regression, or for
+    labels that do not exclude each other, the largest output alone).
 
-    What is read: a linear head of sequences, tokens or answers' spans (whose classes are ``"start"`` and ``"end"``);
-    and, of sequences, a dense layer with tanh before it, BERT's pooler or RoBERTa's, whose ratio tanh(z)/z is held as
-    that of any activation is. The classes of a sequence are read at the first token of an encoder and at the last one
-    of a decoder, which is where `query` is by default; those of tokens and spans at every position, so name one.
+    Supported heads: a linear head for sequences, tokens or answer spans (whose classes are ``"start"`` and ``"end"``);
+    and, for sequences, a dense layer with tanh before it, BERT's pooler or RoBERTa's, whose ratio tanh(z)/z is frozen
+    like that of any activation. A sequence's classes are read at the first token of an encoder and at the last one of a
+    decoder, which is the default `query`; those of tokens and spans at every position, so pass a `query`.
 
-    Text is read as the classifier's tokenizer gives it: where that puts no BOS token first, or puts an EOS token last,
+    Text is tokenized as by the classifier's own tokenizer: it may put no BOS token first, or an EOS token last, where
     TransformerLens does otherwise for language models. The logits are compared with those of Hugging Face's own model
     on random tokens.
 
     Args:
         name: a folder, or a name on the hub.
         device, dtype, tokenizer, revision, trust_remote_code: as in TransformerBridge.boot_transformers.
-        hf_model: the classifier, where it is loaded already, on its device and in its dtype; it is taken apart, so do
+        hf_model: the classifier, if it is already loaded, on its device and in its dtype; it is taken apart, so do
             not use it afterwards.
 
     Returns:
         A TransformerBridge with logits `[batch, pos, class]`.
 
     Raises:
-        InvalidInputError: no checkpoint of a classifier.
-        UnsupportedModelError: a head that is not read, a backbone that TransformerLens does not boot, or one whose
-            logits are not those of Hugging Face's model.
+        InvalidInputError: the checkpoint is not a classifier's.
+        UnsupportedModelError: an unsupported head, a backbone that TransformerLens does not boot, or a model whose
+            logits differ from those of Hugging Face's.
 
     >>> import tempfile, transformers
     >>> folder = tempfile.mkdtemp()
@@ -102,7 +102,7 @@ def load_classifier(
     if loader is None:
         raise InvalidInputError(
             f"load_classifier: {name} is the checkpoint of a {named}. Classes that end in {', '.join(LOADERS)} are "
-            "read; TransformerBridge.boot_transformers(name) boots language models."
+            "supported; TransformerBridge.boot_transformers(name) boots language models."
         )
     language = _language_model(config, named)
     if hf_model is None:
@@ -127,30 +127,30 @@ def load_classifier(
         raise UnsupportedModelError(
             f"load_classifier: the logits of {named} put together from its backbone and its head are not those of "
             f"Hugging Face's own (largest difference {error:.1e} of the largest logit, on {TOKENS} random tokens). "
-            "Its head computes something else besides, or TransformerLens boots its backbone as another model."
+            "Its head computes something else as well, or TransformerLens boots its backbone as another model."
         )
     return model
 
 
 def _read_text_as_trained(model: Any, tokenizer: Any) -> None:
-    """Let a model read the tokens that a tokenizer gives: no BOS token before them, and no EOS token taken off."""
+    """Let a model read a tokenizer's tokens unchanged: no BOS token added, and no EOS token removed."""
     first = tokenizer("a")["input_ids"][:1]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model._tokenizer = tokenizer  # the public name loads it anew with add_bos_token=True, which drops [CLS] and [SEP]
+    model._tokenizer = tokenizer  # the public name reloads it with add_bos_token=True, which drops [CLS] and [SEP]
     model.cfg.tokenizer_prepends_bos = first == [tokenizer.bos_token_id]
     model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
     model.cfg.tokenizer_appends_eos = False
 
 
 def loader_of(named: str) -> Any:
-    """What loads a class of transformers, by its name; None of what is no classifier whose head is read."""
+    """Return the loader of a transformers class, by its name; None unless it is a classifier with a supported head."""
     return next((loader for ending, loader in LOADERS.items() if named.endswith(ending)), None)
 
 
 def is_classifier(name: str) -> bool:
-    """Whether a folder, or a name on the hub, is the checkpoint of a classifier whose kind of head is read.
+    """Whether a folder, or a name on the hub, is the checkpoint of a classifier with a supported kind of head.
 
-    False where there is no config: whoever loads the model then says why.
+    False without a config: loading the model then says why.
     """
     try:
         config, _ = transformers.PretrainedConfig.get_config_dict(name)
@@ -160,7 +160,7 @@ def is_classifier(name: str) -> bool:
 
 
 def random_tokens(config: Any, seed: int = 0) -> Tensor:
-    """One prompt of random tokens, none of them padding: classifiers look where that begins."""
+    """Return one prompt of random tokens, none of them padding: classifiers look for where padding begins."""
     vocabulary = config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary - 1, (1, TOKENS), generator=generator)
@@ -169,7 +169,7 @@ def random_tokens(config: Any, seed: int = 0) -> Tensor:
 
 
 def classifier_logits(classifier: Any, tokens: Tensor) -> Float[Tensor, "row class"]:
-    """The classes' logits of Hugging Face's own model for one prompt, of a sequence one row."""
+    """Return the class logits of Hugging Face's own model for one prompt; one row for a sequence classifier."""
     with torch.no_grad():
         output = classifier(input_ids=tokens)
     if "logits" not in output:
@@ -178,7 +178,7 @@ def classifier_logits(classifier: Any, tokens: Tensor) -> Float[Tensor, "row cla
 
 
 def rows_of(model: Any, tokens: Tensor, theirs: Float[Tensor, "row class"]) -> Float[Tensor, "row class"]:
-    """The logits of a booted classifier that stand where those of Hugging Face's own model do."""
+    """Return the rows of a booted classifier's logits that correspond to those of Hugging Face's own model."""
     with torch.no_grad():
         ours = model(tokens)[0]
     if len(theirs) > 1:
@@ -189,12 +189,12 @@ def rows_of(model: Any, tokens: Tensor, theirs: Float[Tensor, "row class"]) -> F
 
 
 def _language_model(config: Any, named: str) -> Any:
-    """The language model of a classifier's backbone without weights, of the class that TransformerLens knows."""
+    """Return the language model of a classifier's backbone without weights, in the class that TransformerLens knows."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"load_classifier: {named} is an encoder–decoder, whose head is not read.")
+        raise UnsupportedModelError(f"load_classifier: {named} is an encoder–decoder, whose head is not supported.")
     # encoders come first: they are among the causal models as well
     mappings: list[Any] = [MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING]
     kind: Any = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
@@ -214,7 +214,7 @@ def _language_model(config: Any, named: str) -> Any:
 
 @dataclass(frozen=True)
 class _Head:
-    """A classifier's head: what comes before the linear layer, if anything, and the names of both in the checkpoint."""
+    """A classifier's head: the linear layer, whatever comes before it, and the names of both in the checkpoint."""
 
     linear: nn.Linear
     linear_name: str
@@ -224,7 +224,7 @@ class _Head:
 
 
 def _head(classifier: Any, named: str) -> _Head:
-    """A classifier's head, as far as its modules say; whether it is all is decided by the logits."""
+    """Return a classifier's head, as far as its modules show; comparing logits decides whether that is all of it."""
     backbone = classifier.base_model
     parts = dict(classifier.named_children())
     heads = {name: part for name, part in parts.items() if part is not backbone and not isinstance(part, nn.Dropout)}
@@ -242,17 +242,17 @@ def _head(classifier: Any, named: str) -> _Head:
         return _Head(linear, f"{name}.out_proj", dense, nn.Tanh(), f"{name}.dense")
     described = ", ".join(f"{name} ({type(part).__name__})" for name, part in heads.items())
     raise UnsupportedModelError(
-        f"load_classifier: the head of {named} is {described or 'nothing besides its backbone'}, which is none that is "
-        "read: a linear layer, or before it a dense one with tanh. Where adapters wrap it, merge them first "
+        f"load_classifier: the head of {named} is {described or 'nothing besides its backbone'}, which is not "
+        "supported; a linear layer is, or before it a dense one with tanh. Where adapters wrap it, merge them first "
         "(merge_and_unload)."
     )
 
 
 def _give(language: Any, classifier: Any, head: _Head, named: str) -> None:
-    """Put a classifier's backbone and head in the place of a language model's own, and say what its classes are."""
+    """Put a classifier's backbone and head in place of a language model's own, and register its classes."""
     backbone = classifier.base_model
     if hasattr(backbone, "pooler"):
-        backbone.pooler = None  # the head has it, where it is used
+        backbone.pooler = None  # part of the head, if it is used
     setattr(language, language.base_model_prefix, backbone)
     encodes = type(language).__name__.endswith("ForMaskedLM")
     if encodes:
@@ -266,7 +266,7 @@ def _give(language: Any, classifier: Any, head: _Head, named: str) -> None:
     left = [name for name, weight in language.named_parameters() if weight.is_meta]
     if left:
         raise UnsupportedModelError(
-            f"load_classifier: the language model of {named} has weights that the classifier has none for: {left[0]}."
+            f"load_classifier: the language model of {named} has a weight that the classifier lacks: {left[0]}."
         )
     labels = {int(number): str(label) for number, label in classifier.config.id2label.items()}
     if named.endswith(OF_ANSWERS):

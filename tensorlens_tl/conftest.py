@@ -1,4 +1,4 @@
-"""What every docstring example may use without making it: `tlens`, `torch`, `model`, `text` and `frozen`."""
+"""Names that every docstring example can use: `tlens`, `torch`, `model`, `text` and `frozen`."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ TEXT = "Return the value. Return the"
 
 @pytest.fixture(scope="session")
 def _example():
-    model = tlens.load_demo_model(kind="bridge")  # the same on every line of TransformerLens
+    model = tlens.load_demo_model(kind="bridge")  # available in every supported version of TransformerLens
     return {"tlens": tlens, "torch": torch, "model": model, "text": TEXT, "frozen": tlens.freeze(model, TEXT)}
 
 

@@ -1,7 +1,7 @@
 """The library's errors. Each message says what was wrong, where, and what to do about it.
 
-All derive from `TensorLensError`; each also derives from the built-in error that a caller would
-expect for it, so that ``except ValueError`` keeps working.
+All derive from `TensorLensError`. Each also derives from the built-in error a caller would expect, so that
+``except ValueError`` keeps working.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class PromptNumber(NamedTuple):
-    """The part of a message that names a prompt: its number among those that were run together."""
+    """The part of a message that names a prompt, by its number in the batch."""
 
     number: int
     noun: str = "prompt"
@@ -21,17 +21,17 @@ class PromptNumber(NamedTuple):
 
 
 class TensorLensError(Exception):
-    """Base of every error this library raises on purpose.
+    """Base class of every error that this library raises on purpose.
 
     Args:
-        *args: the message, or its parts in order; a `PromptNumber` among them can be replaced by another name.
+        *args: the message, or its parts in order; `PromptNumber` parts can be renamed by `with_prompts`.
     """
 
     def __str__(self) -> str:
         return "".join(map(str, self.args))
 
     def with_prompts(self, names: Mapping[int, object]) -> "TensorLensError":
-        """The same error with other names for the prompts, by their numbers here."""
+        """Return the same error with the prompts renamed: `names` maps their numbers in this message to other names."""
         return type(self)(
             *(names.get(part.number, part) if isinstance(part, PromptNumber) else part for part in self.args)
         )
@@ -42,55 +42,55 @@ class InvalidInputError(TensorLensError, ValueError):
 
 
 class UnsupportedModelError(TensorLensError, NotImplementedError):
-    """The model has a part that no known affine map reproduces; names the block, component and measurement."""
+    """Part of the model cannot be read as an affine map; the message names the block and component."""
 
 
 class NumericalError(TensorLensError, ArithmeticError):
-    """NaN or Inf in weights or activations: an exact map does not exist."""
+    """Weights or activations contain NaN or Inf, so no exact map exists."""
 
 
 class WrongCallError(InvalidInputError, TypeError):
-    """A call with an argument that the function does not have, one too many, or without one that it needs."""
+    """A call has an unknown argument, too many arguments, or lacks a required one."""
 
 
 class GapWarning(UserWarning):
-    """A sum is further from the model's own number than the proof of its pass allows, or gradients lose digits."""
+    """A sum misses the model's own number by more than the pass's proof allows, or gradients lose precision."""
 
 
 class UntrainedWarning(UserWarning):
-    """Numbers are explained that come from random weights: the model's checkpoint does not have them."""
+    """The explained numbers depend on randomly initialised weights that the model's checkpoint does not contain."""
 
 
 class FrozenModelError(TensorLensError, RuntimeError):
-    """The frozen hooks meet a run they were not made for (another batch, length, or a missing hook point)."""
+    """Frozen hooks run on an input they were not made for: another batch or length, or a missing hook point."""
 
 
 class RegistryError(TensorLensError, LookupError):
-    """An unknown method, or a name that another method already has."""
+    """A method is unknown, or its name is already taken."""
 
 
 class MethodError(TensorLensError, RuntimeError):
-    """A registered method or a function raised an error that is none of this library's; names the method."""
+    """A registered method or function raised an error that is not one of this library's; the message names it."""
 
 
 class SizeError(TensorLensError, MemoryError):
-    """A result would be larger than the stated limit."""
+    """A result would exceed the stated size limit."""
 
 
 class FileFormatError(TensorLensError, ValueError):
-    """A file is not an Attribution of this library, is damaged, or comes from a newer version."""
+    """A file was not written by this library, is damaged, or comes from a newer version."""
 
 
 class ConformanceError(TensorLensError, AssertionError):
-    """A map, method or model does not hold what the battery of `tensorlens_tl.testing` asks of it."""
+    """A map, method or model fails a check of `tensorlens_tl.testing`."""
 
 
 INSIDE = {"tensorlens_tl", "jaxtyping", "beartype", "contextlib", "functools"}
-"""Packages whose calls stand between a user's line and a warning: ours, and those that wrap ours."""
+"""Packages to skip when looking for the user's line to attach to a warning: ours, and those that wrap our functions."""
 
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and name the line outside of this package that led here."""
+    """Warn, pointing at the first line outside this package in the call stack."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,8 @@
-"""What the tokens of one layer give each other, and how layer maps `[layer, batch, query, key]` are aggregated.
+"""Contributions between the tokens of one layer, and the aggregation of layer maps `[layer, batch, query, key]`.
 
 With v_j^h the value of source token j in head h (b_V included, through the frozen norm that feeds attention)
 and u_j^h = v_j^h·W_O^h, the attention contribution is ``a_ij = Σ_h A^h_ij u_j^h``; b_O belongs to no token. A norm
-after the sublayer (sandwich, post-only) belongs to it and is applied to it, linear part only.
+after the sublayer (sandwich, post-only) is part of it and is applied by its linear part only.
 
 Norms of all pairs come from one Gram matrix of heads per source token, since a frozen norm is a fixed linear map of
 the channels times a factor of the query: ``‖Σ_h A^h_ij u_j^h‖² = Σ_hh' A^h_ij A^h'_ij ⟨u_j^h, u_j^h'⟩``. So neither
@@ -13,8 +13,8 @@ cross-attention, whose keys are the encoder's tokens and whose values read the e
 
 An encoder–decoder is one sequence, its encoder's tokens before its decoder's. An encoder block's map relates the
 encoder's tokens, and a decoder block's has a row for each of the decoder's tokens with columns for both sides:
-cross-attention's, and self-attention's. At the tokens of the other side, which the block leaves as they are, every map
-is the identity; so the product of all maps follows the encoder's tokens through the encoder into the decoder, as ALTI+
+cross-attention's, and self-attention's. At the tokens of the other side, which the block leaves unchanged, every map is
+the identity; so the product of all maps follows the encoder's tokens through the encoder into the decoder, as ALTI+
 does (Ferrando et al. 2022, "Towards opening the black box of neural machine translation").
 """
 
@@ -71,15 +71,15 @@ __all__ = [
 ]
 
 VECTOR_BUDGET = 32 * 2**20
-"""Bytes of pair vectors that are alive at once."""
+"""Bytes of pair vectors that exist at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """The attention of one layer of a frozen pass, as what its source tokens (keys) give its queries.
+    """The attention of one layer of a frozen pass, by what its source tokens (keys) contribute to its queries.
 
     Attributes:
-        frozen, layer: the pass, and which of its layers.
+        frozen, layer: the pass, and the number of the layer.
         with_biases: whether a source token's value includes b_V and what a norm before attention adds.
         is_cross: whether it is the cross-attention of an encoder–decoder's decoder block.
     """
@@ -91,7 +91,7 @@ class LocalLayer:
 
     def __post_init__(self) -> None:
         self.frozen.view.require_single_streams("what the tokens of one layer give each other (layer maps)")
-        self.frozen.maps.additions(self.layer)  # refuses a patch
+        self.frozen.maps.additions(self.layer)  # rejects a patch
 
     @property
     def queries(self) -> slice:
@@ -100,23 +100,23 @@ class LocalLayer:
 
     @property
     def keys(self) -> slice:
-        """The positions of its source tokens: those of the queries, or of cross-attention the encoder's."""
+        """The positions of its source tokens: those of the queries, or for cross-attention the encoder's."""
         if self.is_cross:
             return slice(0, self.queries.start)
         return self.queries
 
     @property
     def cross(self) -> "LocalLayer | None":
-        """The cross-attention that follows self-attention in its block."""
+        """The cross-attention after self-attention in its block, if any."""
         if self.is_cross or self.frozen.layouts[self.layer].cross is None:
             return None
         return replace(self, is_cross=True)
 
     @cached_property
     def x(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream at the queries, which the block's sublayers read; of a whitened block, the whitened one.
+        """The residual stream at the queries, which the block's sublayers read; in a whitened block, after whitening.
 
-        Cross-attention adds to the stream after self-attention.
+        For cross-attention, the stream after self-attention.
         """
         if self.is_cross:
             return replace(self, is_cross=False).attended()
@@ -137,13 +137,13 @@ class LocalLayer:
 
     @cached_property
     def outputs(self) -> Float[Tensor, "batch key head d_model"]:
-        """u: each source token's value through its head's part of W_O."""
+        """u: each source token's value multiplied by its head's part of W_O."""
         weights = self.weights
         if weights.output_factor is not None:
             raise UnsupportedModelError(
-                f"blocks.{self.layer} of this {self.frozen.view.description}: a gate or a norm scales what its heads "
-                "give, by what the receiving token is; no vector of a source token alone goes to every query. Methods "
-                "over the operator (tensorlens, decompx) work."
+                f"blocks.{self.layer} of this {self.frozen.view.description}: a gate or a norm scales the outputs of "
+                "its heads by what the receiving token is, so a source token has no single vector for all queries. "
+                "Methods over the operator (tensorlens, decompx) work."
             )
         if self.is_cross:
             values = Chain((Linear(weights.W_V, weights.b_V),))
@@ -171,7 +171,7 @@ class LocalLayer:
         return self.frozen.layouts[self.layer].mlp
 
     def norms(self, *names: str | None) -> tuple[Norm, ...]:
-        """The named norms, without those that are None."""
+        """Return the named norms, without those that are None."""
         return tuple(self.frozen.maps.norm(self.layer, name) for name in names if name is not None)
 
     @cached_property
@@ -182,16 +182,16 @@ class LocalLayer:
 
     @property
     def outer(self) -> tuple[Norm, ...]:
-        """The norms around the sums of stream and attention: this one's, and that of cross-attention after it."""
+        """The norms around the sums of stream and attention: its own, and that of any cross-attention after it."""
         around = self.norms(self.attn.outer)
         return around if self.cross is None else (*around, *self.cross.outer)
 
     def with_stream(
         self, pairs: Float[Tensor, "batch query key"], stream: Float[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query column"]:
-        """What each source token gives, and what the stream carries on, in one map.
+        """Combine source tokens' contributions and the stream's in one map.
 
-        Of cross-attention the stream's are columns after those of the encoder's tokens, otherwise it is the diagonal.
+        The stream is the diagonal, or in cross-attention further columns after those of the encoder's tokens.
         """
         diagonal = torch.diag_embed(stream)
         if self.is_cross:
@@ -199,14 +199,14 @@ class LocalLayer:
         return pairs + diagonal
 
     def attended(self) -> Float[Tensor, "batch query d_model"]:
-        """The residual stream after attention, biases included, and after the norm around it where there is one."""
+        """Return the residual stream after attention with its biases, and after the norm around the sum, if any."""
         y = self.attention_sum()
         for norm in self.norms(self.attn.outer):
             y = norm(y)
         return y
 
     def attention_sum(self) -> Float[Tensor, "batch query d_model"]:
-        """The same before the norm around it: the residual stream plus what attention adds, biases included."""
+        """Return the residual stream plus what attention adds, biases included, before any norm around the sum."""
         if self.is_cross:
             return self.x + self._crossed()
         stream = self.frozen.maps.attention(self.layer)
@@ -218,7 +218,7 @@ class LocalLayer:
         return Chain((Identity(), *added))(stream(self.x) + self.x)
 
     def _crossed(self) -> Float[Tensor, "batch query d_model"]:
-        """What cross-attention adds to the stream, biases included."""
+        """Return what cross-attention adds to the stream, biases included."""
         within = self.frozen.maps.within(self.layer)
         assert within is not None
         assert within.read is not None
@@ -228,9 +228,9 @@ class LocalLayer:
 
     @property
     def mlp_write(self) -> Chain | None:
-        """What the MLP that follows adds to the stream, norms before and after it included; None without one.
+        """The map from the stream to what the following MLP adds to it, with norms before and after; None without one.
 
-        In a decoder block it follows cross-attention.
+        In a decoder block the MLP follows cross-attention.
         """
         mlp = None
         if self.cross is None:
@@ -243,15 +243,15 @@ class LocalLayer:
     # ------------------------------------------------------------------ norms of all pairs
 
     def head_norms(self) -> Float[Tensor, "batch head query key"]:
-        """‖A^h_ij u_j^h‖, per head (a norm after the sublayer joins the heads and is left out here)."""
+        """Compute ‖A^h_ij u_j^h‖ per head (without any norm after the sublayer, which joins the heads)."""
         return self.pattern * rearrange(self.outputs.norm(dim=-1), "b k h -> b h 1 k") * self.pairs[:, None]
 
     def pair_norms(self, outer: Sequence[Norm] = (), *, residual: bool = False) -> Float[Tensor, "batch query key"]:
-        """‖N(a_ij + δ_ij x_i)‖ for all pairs, with N the linear parts of the `outer` norms, at the query's scale.
+        """Compute ‖N(a_ij + δ_ij x_i)‖ for all pairs, with N the linear parts of `outer`, at the query's scale.
 
         Args:
             outer: frozen norms applied to the sum, in order.
-            residual: whether the residual stream's own x_i is added on the diagonal.
+            residual: whether to add the residual stream's own x_i on the diagonal.
         """
         after = self.norms(self.attn.after)
         transformed = self.outputs
@@ -271,7 +271,7 @@ class LocalLayer:
     def itself_and_others(
         self, outer: Sequence[Norm] = (), *, residual: bool = False
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query d_model"]]:
-        """What a token keeps of itself, ``N(a_ii + x_i)``, and what the others give it, ``N(Σ_{j≠i} a_ij)``."""
+        """Return a token's own part, ``N(a_ii + x_i)``, and what the others contribute, ``N(Σ_{j≠i} a_ij)``."""
         after = self.norms(self.attn.after)
         diagonal = self.pattern.diagonal(dim1=-2, dim2=-1)
         itself = torch.einsum("bhi,bihm->bim", diagonal, self.outputs)
@@ -282,10 +282,9 @@ class LocalLayer:
         return through(outer, itself), through(outer, through(after, others))
 
     def head_distances(self, sums: Float[Tensor, "batch query d_model"]) -> Float[Tensor, "batch head query key"]:
-        """‖y_i − A^h_ij u_j^h‖₁ of every head and pair, with a norm after the sublayer where there is one.
+        """Compute ‖y_i − A^h_ij u_j^h‖₁ for every head and pair, through any norm after the sublayer.
 
-        Args:
-            sums: y, one vector for each query.
+        `sums` is y, one vector for each query.
         """
         outputs = self.outputs
         shares = self.pattern
@@ -316,12 +315,12 @@ class LocalLayer:
         width: int | None = None,
         budget: int = VECTOR_BUDGET,
     ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
-        """``N(a_ij + δ_ij x_i)``, chunk by chunk: a slice of source tokens, and their vectors as rows.
+        """Yield ``N(a_ij + δ_ij x_i)`` in chunks: a slice of source tokens, and their vectors as rows.
 
         Args:
             outer, residual: as in `pair_norms`.
-            width: channels that the caller will need per vector, if more than d_model; sizes the chunks.
-            budget: bytes that a chunk may take.
+            width: how many channels the caller needs per vector, if more than d_model; sizes the chunks.
+            budget: how many bytes a chunk may allocate.
         """
         batch, queries, d_model = self.x.shape
         per_row = batch * queries * max(width or 0, d_model) * self.x.element_size()
@@ -338,12 +337,12 @@ class LocalLayer:
 
 
 def _unscaled(norm: Norm) -> Norm:
-    """A norm without its denominator: what it does to the channels of any vector."""
+    """Return a norm without its denominator: its action on the channels of any vector."""
     return replace(norm, scale=torch.ones_like(norm.scale[:1, :1]))
 
 
 def through(norms: Sequence[Norm], x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The linear parts of frozen norms, one after the other."""
+    """Apply the linear parts of frozen norms in order."""
     for norm in norms:
         x = norm.push(x)
     return x
@@ -353,12 +352,12 @@ def through(norms: Sequence[Norm], x: Float[Tensor, "..."]) -> Float[Tensor, "..
 def implicit_attention(
     frozen: PassLike, layer: Whole, *, channels: bool = False, memory: Memory = None
 ) -> Float[Tensor, "batch head query key"]:
-    """What each query takes from each key in one layer, by head; where every channel is a head, their mean size.
+    """Return how much each query takes from each key in one layer, by head; averaged if every channel is a head.
 
-    For pictures, beside patterns of attention: what stands where attention has its pattern, with all that depends on
-    the input held.
+    For pictures alongside attention patterns: the matrix that takes the pattern's place in other layers, with
+    everything that depends on the input frozen.
 
-    | the layer | of a head | heads |
+    | the layer | matrix of a head | heads |
     | --- | --- | --- |
     | softmax attention | its pattern | its own |
     | a state-space layer | α of `SelectiveScan` (Ali, Zimerman & Wolf 2024) | its own |
@@ -366,20 +365,20 @@ def implicit_attention(
     | a gated short convolution | ``C_i·w_{i−j}·B_j`` of a channel | every channel |
     | time mixing (RWKV) | the weights of a channel's mean | every channel |
 
-    In Mamba 1 every channel is a head of its own, too. All but patterns and the weights of means have negative numbers,
-    and rows that do not sum to 1. None of them holds what lies before and after: value and output weights, and for
-    mixers the short convolution, the activation, the gates and D, through which tokens reach each other as well. All of
-    it is in `FrozenPass.mixer`.
+    In Mamba 1 every channel is a head of its own as well. All but patterns and the weights of means have negative
+    numbers, and rows that do not sum to 1. None of them includes what lies before and after: value and output weights,
+    and for mixers the short convolution, the activation, the gates and D, through which tokens reach each other as
+    well. `FrozenPass.mixer` includes all of it.
 
     Args:
         frozen: the pass.
         layer: which layer.
-        channels: where every channel is a head of its own (Mamba 1, short convolutions), each of them with its sign,
-            in place of the mean of their absolute values.
-        memory: what the mean may allocate at once, as ``"512MB"`` or bytes.
+        channels: if every channel is a head of its own (Mamba 1, short convolutions), return each of them with its
+            sign, instead of the mean of their absolute values.
+        memory: how much the mean may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        One head or more; zero at padding.
+        One or more heads; zero at padding.
 
     Raises:
         InvalidInputError: no such layer, or `channels` where heads have several channels.
@@ -410,7 +409,7 @@ def implicit_attention(
 
 
 def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, bool]:
-    """The same with padding, and whether every channel is a head of its own."""
+    """Return the heads' matrices including padding, and whether every channel is a head of its own."""
     terms = [term for stage in mixer.stages for term in stage.summands]
     for term in terms:
         if isinstance(term, AnyAttention):
@@ -432,7 +431,7 @@ def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, boo
 
 
 def _convolved(gated: Chain, like: Tensor, channels: bool, memory: Memory) -> Float[Tensor, "batch head query key"]:
-    """A gated convolution, some keys at a time."""
+    """Return the matrix of a gated convolution, computed some keys at a time."""
     batch, pos, width = like.shape
     heads = width if channels else 1
     check_size("implicit_attention", (batch, heads, pos, pos), like)
@@ -451,11 +450,11 @@ Maps = Float[Tensor, "layer batch query key"]
 """One map of token pairs per layer; padding is zero."""
 
 MapsOfAttentions = Float[Tensor, "_attention batch query key"]
-"""One for each attention of a block: two in a decoder block of an encoder–decoder."""
+"""One map for each attention of a block: two in a decoder block of an encoder–decoder."""
 
 
 def locals_of(frozen: FrozenPass) -> list[LocalLayer]:
-    """Every layer of a pass of one stack, seen locally.
+    """Return every layer of a pass with a single stack as a `LocalLayer`.
 
     Raises:
         UnsupportedModelError: an encoder–decoder, whose decoder blocks have two attentions: see `attentions_of`.
@@ -466,11 +465,7 @@ def locals_of(frozen: FrozenPass) -> list[LocalLayer]:
 
 
 def attentions_of(frozen: FrozenPass, with_biases: bool = True) -> list[tuple[LocalLayer, ...]]:
-    """The attention of every block, seen locally: one, and in a decoder block cross-attention after it.
-
-    Args:
-        frozen: the pass.
-        with_biases: see `LocalLayer`.
+    """Return the attentions of every block as `LocalLayer`: one, or in a decoder block self- and cross-attention.
 
     Raises:
         FrozenModelError: the model is no longer the one that the pass was taken from.
@@ -486,11 +481,11 @@ def attentions_of(frozen: FrozenPass, with_biases: bool = True) -> list[tuple[Lo
 def side_by_side(
     frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True
 ) -> Float[Tensor, "layer batch *head query key"]:
-    """One map for each block, in which cross-attention's columns stand beside those of self-attention.
+    """Build one map for each block, with cross-attention's columns next to those of self-attention.
 
     Args:
         frozen: the pass.
-        part: the rows of one attention, `[batch, *head, query, key]` for its own queries and keys.
+        part: returns the rows of one attention, `[batch, *head, query, key]` for its own queries and keys.
         with_biases: see `LocalLayer`.
     """
     maps: list[Tensor] = []
@@ -503,11 +498,11 @@ def side_by_side(
 def by_attention(
     frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True
 ) -> list[MapsOfAttentions]:
-    """For each block the maps of its attentions, in their order, among all positions.
+    """Return for each block the maps of its attentions in order, over all positions.
 
     Args:
         frozen: the pass.
-        part: the rows of one attention, with the stream's part (see `LocalLayer.with_stream`).
+        part: returns the rows of one attention, with the stream's part (see `LocalLayer.with_stream`).
         with_biases: see `LocalLayer`.
     """
     blocks = attentions_of(frozen, with_biases)
@@ -515,11 +510,9 @@ def by_attention(
 
 
 def among_all(layer: LocalLayer, rows: Float[Tensor, "batch *head query column"]) -> Tensor:
-    """Rows of one attention's queries as a map of all positions, with the identity at the others.
+    """Extend the rows of one attention's queries to a map of all positions, with the identity at the others.
 
-    Args:
-        layer: the attention.
-        rows: with a column for every position, or for those of the queries.
+    `rows` has a column for every position, or for those of the queries.
     """
     frozen = layer.frozen
     if frozen.sides is None:
@@ -536,7 +529,7 @@ def among_all(layer: LocalLayer, rows: Float[Tensor, "batch *head query column"]
 def only_acting(
     frozen: FrozenPass, maps: Float[Tensor, "layer batch *head query key"]
 ) -> Float[Tensor, "layer batch *head query key"]:
-    """Maps of blocks without the identity at the tokens that a block leaves as they are: zero there."""
+    """Remove the identity from maps at the tokens that a block leaves unchanged: zero there."""
     if frozen.sides is None:
         return maps
     acting = torch.zeros(len(maps), maps.shape[-2], 1, dtype=maps.dtype, device=maps.device)
@@ -548,7 +541,7 @@ def only_acting(
 def mean_of_layers(
     frozen: FrozenPass, maps: Float[Tensor, "layer batch *head query key"]
 ) -> Float[Tensor, "batch *head query key"]:
-    """The mean over layers; of an encoder–decoder, for each token over the layers of its own side."""
+    """Average maps over layers; in an encoder–decoder, for each token over the layers of its own side."""
     if frozen.sides is None:
         return maps.mean(0)
     encoder = frozen.sides[0]
@@ -558,18 +551,18 @@ def mean_of_layers(
 
 
 def normalize_rows(maps: Float[Tensor, "*any query key"]) -> Float[Tensor, "*any query key"]:
-    """Rows divided by their sum; an empty row (padding) stays zero."""
+    """Divide rows by their sum; an empty row (padding) stays zero."""
     total = maps.sum(-1, keepdim=True)
     return maps / torch.where(total == 0, torch.ones_like(total), total)
 
 
 def add_residual(maps: Maps, share: float, mask: Tensor) -> Maps:
-    """``(1 − share)·map + share·I`` on real tokens."""
+    """Return ``(1 − share)·map + share·I`` on real tokens."""
     return (1 - share) * maps + share * torch.diag_embed(mask.to(maps.dtype))
 
 
 def product(maps: Maps) -> Float[Tensor, "batch query key"]:
-    """M_L ⋯ M_2 M_1: what reaches the last layer from the first."""
+    """Return M_L ⋯ M_2 M_1, which leads from the first layer to the last."""
     result = maps[0]
     for later in maps[1:]:
         result = later @ result
@@ -577,7 +570,7 @@ def product(maps: Maps) -> Float[Tensor, "batch query key"]:
 
 
 def refuse_whitened(frozen: FrozenPass, method: str) -> None:
-    """Refuse to multiply layer maps where whitening passes vectors on between positions, for which they have no factor.
+    """Reject products of layer maps in a model with whitening, which moves vectors between positions with no factor.
 
     Raises:
         UnsupportedModelError: the model is whitened.
@@ -591,7 +584,7 @@ def refuse_whitened(frozen: FrozenPass, method: str) -> None:
 
 
 def select_query(frozen: FrozenPass, scores: Tensor, query: Query) -> Tensor:
-    """The asked queries of `[batch, ..., query, key]`; "all" keeps every one."""
+    """Select the requested queries of `[batch, ..., query, key]`; "all" keeps every one."""
     if is_all(query):
         return scores
     index = query_positions(frozen.prompt, query)
@@ -609,14 +602,14 @@ def of_layers(
     axes: Sequence[str] = AXES,
     **options: Any,
 ) -> Attribution:
-    """A method's result, beside the maps of layers that it aggregates.
+    """Return a method's result together with the layer maps that it aggregates.
 
     Args:
         frozen: the pass.
-        scores: of every query, `[batch, query, key]`, or with the further axes that `axes` names.
+        scores: for every query, `[batch, query, key]`, or with the further axes that `axes` names.
         layers: one map for each layer.
-        method, options: how they came to be.
-        query: the queries that the result has.
+        method, options: the method and its options, for the record.
+        query: the queries to select.
     """
     return Attribution.of(
         frozen,

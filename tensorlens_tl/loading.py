@@ -1,4 +1,4 @@
-"""One function that reads whatever this library wrote."""
+"""`load`, which reads any file or folder that this library wrote."""
 
 import os
 from pathlib import Path
@@ -31,23 +31,23 @@ KINDS: dict[str, Any] = {
         results.Terms,
     )
 }
-"""The classes of results by the name that stands in their files."""
+"""Result classes by the name stored in their files."""
 
 
 def load(path: str | os.PathLike[str], model: ModelLike | None = None) -> Any:
-    """Read what `save` wrote, of whichever kind, or the folder of a data set's run.
+    """Read any file that `save` wrote, or the folder of a data-set run.
 
     Args:
-        path: a file of a result, of a circuit (JSON) or of a plan, or the folder that `attribute_dataset` wrote.
-        model: of a plan's file alone: the model that it is for.
+        path: a saved result, circuit (JSON) or plan, or the folder that `attribute_dataset` wrote.
+        model: for a plan, the model it was made for; leave it out for anything else.
 
     Returns:
-        The result, of the class that was saved; a `Circuit`, a `compress.Plan`, or a run's `DatasetResults`.
+        The saved result, a `Circuit`, a `compress.Plan`, or the run's `DatasetResults`.
 
     Raises:
-        FileFormatError: another kind of file, or one that is damaged or newer than the library.
-        InvalidInputError: a plan without its model, or a model for something else.
-        OSError: there is no such file.
+        FileFormatError: the file is of another kind, damaged, or from a newer version of the library.
+        InvalidInputError: a plan without its model, or a model for something that is not a plan.
+        OSError: the file does not exist.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "why.safetensors"
@@ -59,14 +59,14 @@ def load(path: str | os.PathLike[str], model: ModelLike | None = None) -> Any:
     if not path.is_dir():
         content = path.read_bytes()
         kind = written_kind(content) or other_kind(content, path)
-        if not kind and content.startswith(b"{"):  # one that looks like the length of a header
+        if not kind and content.startswith(b"{"):  # written_kind would read it as a safetensors header's length
             kind = JSON_FILE
     if kind == "Plan":
         if model is None:
-            raise InvalidInputError(f"load: {path} holds a plan; pass the model that it is for, as model=.")
+            raise InvalidInputError(f"load: {path} holds a plan; pass the model it was made for, as model=.")
         return Plan.load(path, model)
     if model is not None:
-        raise InvalidInputError(f"load: {path} holds no plan, and needs no model.")
+        raise InvalidInputError(f"load: {path} holds no plan; leave out model=.")
     if path.is_dir():
         return load_results(path)
     if kind in KINDS:
@@ -75,7 +75,7 @@ def load(path: str | os.PathLike[str], model: ModelLike | None = None) -> Any:
         return results.Circuit.load(path)
     if kind:
         raise FileFormatError(
-            f"{path}: {kind}. `load` reads what `save` wrote with a name that ends in .safetensors or in nothing, and "
-            "circuits as .json or .json.gz."
+            f"{path}: {kind}. `load` reads files that `save` wrote whose name ends in .safetensors or has no ending, "
+            "and circuits saved as .json or .json.gz."
         )
     raise FileFormatError(f"{path}: holds nothing that this library saved.")

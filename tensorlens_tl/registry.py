@@ -1,4 +1,4 @@
-"""The registry: methods and layer maps, one name, one call, one kind of result.
+"""The registry of attribution methods and layer maps: every method is called by name and returns an `Attribution`.
 
 A method is a function of a `FrozenPass` and keyword options that returns an `Attribution`:
 
@@ -12,7 +12,7 @@ A method is a function of a `FrozenPass` and keyword options that returns an `At
     True
 
 A layer map is a function of a `FrozenPass` that returns one map of token pairs per layer,
-`[layer, batch, query, key]`. `mean` and `rollout` aggregate it by its name:
+`[layer, batch, query, key]`. `mean` and `rollout` aggregate such maps, selected by name:
 
     >>> import torch
     >>> @tlens.register_layer_map("first-head", holds_residual=False)
@@ -24,11 +24,11 @@ A layer map is a function of a `FrozenPass` that returns one map of token pairs 
     >>> tlens.attribute(frozen, method="rollout", layer_map="first-head", query=-1)
     Attribution('rollout', batch=1, query=1, key=6)
 
-What a method needs of a model, its registration says by names of `tensorlens_tl.requirements.REQUIREMENTS`, as in
-``@register_method("mine", needs=("head_vectors", "unwhitened"))``: other models are refused before any work starts.
+A registration lists a method's requirements on the model by name (`tensorlens_tl.requirements.REQUIREMENTS`), as in
+``@register_method("mine", needs=("head_vectors", "unwhitened"))``. Models that do not meet them are rejected up front.
 
-Packages publish methods and layer maps through the entry-point group ``tensorlens_tl.methods``: a function, or a module
-that registers them when it is imported. The built-in ones are published and registered in just that way.
+Packages publish methods and layer maps through the entry-point group ``tensorlens_tl.methods``: either a function, or a
+module that registers them on import. The built-in methods are published in the same way.
 """
 
 import inspect
@@ -81,27 +81,27 @@ MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])
 MapFunction = TypeVar("MapFunction", bound=Callable[..., Tensor])
 
 ExplainsPrediction = bool | Callable[[Mapping[str, Any]], bool] | None
-"""Whether a method explains a prediction: always or never, by its options, or as its signature says (None)."""
+"""Whether a method explains a prediction: always, never, depending on its options, or as its signature says (None)."""
 
 Runs = Callable[[FrozenPass, Mapping[str, Any]], int] | None
-"""How many forward passes a method costs beyond the pass, by its options; None is a few at most."""
+"""The number of extra forward passes a method costs, given its options; None means a few at most."""
 
 Needs = Annotated[Iterable[str | Requirement], "names of requirements, or requirements"]
-"""Names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements that a registration brings."""
+"""Names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements of the registration's own."""
 
 
 @dataclass(frozen=True, repr=False)
 class Method:
-    """A registered method: its function, the options it takes with their defaults, what it needs and what it explains.
+    """A registered method: its function, options with defaults, requirements, and what it explains.
 
     Attributes:
-        name: what `attribute`, evaluations and the command line call it.
-        function: what was registered, to be called with a frozen pass and options.
+        name: the name used by `attribute`, evaluations and the command line.
+        function: the registered function, called with a frozen pass and options.
         about_prediction: see `register_method`.
         needs: see `register_method`.
-        alias_of: the method that it stands for, and the options that are fixed, where it is an alias.
-        explains_differences: whether it takes the difference of two passes as well.
-        perturbs: whether it takes something away and runs the live model again.
+        alias_of: for an alias, the original method and the options that are fixed.
+        explains_differences: whether it also accepts the difference of two passes.
+        perturbs: whether it removes something and runs the live model again.
         reads_maps: see `register_method`.
         runs: see `register_method`; `cost` reads it.
         same_numbers: see `register_method`; `equal_to` reads it.
@@ -124,7 +124,7 @@ class Method:
     same_numbers: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own
+        object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # so that help() shows the function's text
 
     def __repr__(self) -> str:
         options = ", ".join(self.options) or "none"
@@ -132,7 +132,7 @@ class Method:
         return f"Method({self.name!r}, options: {options}; needs: {needs})"
 
     def requirements(self, options: Mapping[str, Any] | None = None) -> tuple[Requirement, ...]:
-        """What it needs of a model, called with these options, in the order in which it is checked.
+        """Return its requirements on a model when called with these options, in the order in which they are checked.
 
         >>> [need.name for need in tlens.get_method("rollout").requirements({"layer_map": "norm:attn"})]
         ['head_vectors', 'unwhitened']
@@ -143,7 +143,7 @@ class Method:
         return resolved(needs, f"method {self.name!r}")
 
     def refusal(self, frozen: FrozenPass | Difference, options: Mapping[str, Any] | None = None) -> str:
-        """Why it refuses the model of this pass, called with these options; an empty text where it does not.
+        """Return why it cannot be applied to this pass with these options; empty if it can.
 
         >>> tlens.get_method("alti").refusal(frozen)
         ''
@@ -155,16 +155,16 @@ class Method:
         return ""
 
     def check(self, frozen: FrozenPass | Difference, options: Mapping[str, Any] | None = None) -> None:
-        """Refuse a model that it cannot be called on with these options.
+        """Raise unless the model meets the method's requirements for these options.
 
         Raises:
-            UnsupportedModelError: the model does not meet one of its requirements; names the block.
+            UnsupportedModelError: a requirement is not met; names the block.
         """
         for requirement in self.requirements(options):
             requirement.check(frozen, self.name)
 
     def cost(self, frozen: FrozenPass, options: Mapping[str, Any] | None = None) -> int:
-        """How many forward passes of the model it costs with these options; 1 stands for a few.
+        """Return the number of forward passes it costs with these options; 1 stands for a few.
 
         >>> tlens.get_method("leave-one-out").cost(frozen) == frozen.tokens.shape[1]
         True
@@ -175,24 +175,24 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Its keyword options with their defaults."""
+        """Its keyword options with their default values."""
         parameters = list(inspect.signature(self.function).parameters.values())[1:]
         return {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
 
     @property
     def takes_any_option(self) -> bool:
-        """Whether it accepts options it does not name."""
+        """Whether it accepts arbitrary options (``**options``)."""
         return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.function).parameters.values())
 
     def takes(self, option: str) -> bool:
-        """Whether it accepts an option of this name."""
+        """Return whether it accepts an option of this name."""
         return option in self.options or self.takes_any_option
 
     def explains_prediction(self, options: Mapping[str, Any] | None = None) -> bool:
-        """Whether it explains a predicted token, called with these options: then it is to be given one as `target`.
+        """Return whether it explains a predicted token with these options, and so needs a `target`.
 
-        What its registration says, or else its signature: a method that accepts a `target` explains it, unless it is
-        given a `direction` instead.
+        Decided by its registration, or else by its signature: a method that accepts a `target` explains it, unless
+        a `direction` is given instead.
         """
         options = options or {}
         if callable(self.about_prediction):
@@ -203,7 +203,7 @@ class Method:
 
     @property
     def equal_to(self) -> str:
-        """The method whose numbers it gives by default, in words; an empty text where it has numbers of its own.
+        """The method whose numbers it reproduces by default, in words; empty if its numbers are its own.
 
         >>> tlens.get_method("cp-lrp").equal_to
         'tensorlens (collapse=target)'
@@ -224,14 +224,14 @@ class Method:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """A registered layer map: its function, and whether its maps hold the residual connection already.
+    """A registered layer map: its function, and whether its maps already include the residual connection.
 
     Attributes:
-        name: what `mean` and `rollout` call it.
-        function: what was registered, to be called with a frozen pass.
-        holds_residual: whether the residual connection is in the maps already.
-        needs: see `register_method`; `one_stack` besides, unless it is for both stacks.
-        both_stacks: whether it gives maps of encoder–decoders too.
+        name: the name used by `mean` and `rollout`.
+        function: the registered function, called with a frozen pass.
+        holds_residual: whether the maps already include the residual connection.
+        needs: see `register_method`; `one_stack` is added unless `both_stacks`.
+        both_stacks: whether it also supports encoder–decoders.
 
     >>> attention = tlens.registry.get_layer_map("attention")
     >>> tuple(attention(frozen).shape), attention.requirements()[-1].name
@@ -245,16 +245,16 @@ class LayerMap:
     both_stacks: bool = False
 
     def requirements(self) -> tuple[Requirement, ...]:
-        """What it needs of a model, in the order in which it is checked."""
+        """Return its requirements on a model, in the order in which they are checked."""
         needs = self.needs if self.both_stacks else ("one_stack", *self.needs)
         return resolved(needs, f"layer map {self.name!r}")
 
     def __call__(self, frozen: FrozenPass) -> Maps:
-        """The maps of every layer.
+        """Return the maps of every layer, `[layer, batch, query, key]`.
 
         Raises:
             UnsupportedModelError: the map is undefined for this model.
-            RegistryError: the function gives something else than `[layer, batch, query, key]`.
+            RegistryError: the function returns another shape.
         """
         for requirement in self.requirements():
             requirement.check(frozen, f"layer map {self.name!r}")
@@ -279,35 +279,35 @@ def register_method(
     runs: Annotated[Runs, "a function of a pass and the options, or None"] = None,
     same_numbers: str = "",
 ) -> Callable[[MethodFunction], MethodFunction]:
-    """Register a function under a name, as a decorator.
+    """Register a function as an attribution method; use as a decorator.
 
-    The same function (by module and qualified name) may register again, as notebook cells do.
+    The same function (by module and qualified name) may be registered again, as when a notebook cell is rerun.
 
     Args:
-        name: what `attribute`, evaluations and the command line call it.
-        needs: what it needs of a model: names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements that
-            you define. Other models are refused before it is called. Where needs depend on options, pass a function of
-            the options, defaults included, that returns them. None is none.
-        explains_prediction: whether it explains a predicted token. Evaluations, reports and the command line give such
-            a method the model's own prediction as `target`, unless one is given. None goes by the signature: a method
-            with an option `target`, or with ``**options``, explains it. A function of the options says it of a method
-            that explains a prediction with some of them only.
-        explains_differences: whether it takes a `Difference` of two passes in place of a pass.
-        perturbs: whether it takes something away and runs the live model again, as leave-one-out does. Reports show
-            such methods together.
-        reads_maps: whether its scores come from what the pass holds fixed. False is for a method that only runs or
-            differentiates the live model: `attribute` of a model then proves the first block of each kind alone, unless
-            `verify` says otherwise.
-        runs: a function of the pass and the options, defaults included, that returns how many forward passes the
-            method costs, where these are many. Reports leave out what costs too much. None is a few at most.
-        same_numbers: of a method that by default gives the numbers of another one: of which, and when. Lists of methods
-            say so.
+        name: the name used by `attribute`, evaluations and the command line.
+        needs: requirements on the model: names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements of your
+            own, checked before the function is called. If they depend on the options, pass a function of the options
+            (defaults included) that returns them. None means no requirements.
+        explains_prediction: whether it explains a predicted token. Evaluations, reports and the command line pass the
+            model's own prediction as `target` to such a method, unless one is given. None decides by the signature: a
+            method with an option `target`, or with ``**options``, explains it. Pass a function of the options if the
+            method explains a prediction with some of them only.
+        explains_differences: whether it accepts a `Difference` of two passes in place of a pass.
+        perturbs: whether it removes something and runs the live model again, as leave-one-out does. Reports group
+            such methods.
+        reads_maps: whether its scores come from the frozen maps. Pass False for a method that only runs or
+            differentiates the live model: when called on a model, `attribute` then verifies only the first block of
+            each kind, unless `verify` says otherwise.
+        runs: for an expensive method, a function of the pass and the options (defaults included) that returns the
+            number of forward passes it costs, so that reports can leave it out. None means a few at most.
+        same_numbers: if the method by default reproduces another one's numbers: which one, and when. Shown in lists of
+            methods.
 
     Returns:
-        A decorator. It returns the function itself, or where `needs` are given one that checks them first.
+        A decorator that returns the function itself, or, with `needs`, a version that checks them first.
 
     Raises:
-        RegistryError: the name belongs to another function, or `needs` names no requirement.
+        RegistryError: the name belongs to another function, or `needs` contains an unknown requirement.
 
     >>> from tensorlens_tl.passes.inputs import query_positions
     >>> @tlens.register_method("first-pattern", needs=("patterns",))
@@ -351,14 +351,14 @@ def register_method(
 
 
 def checking(method: Method) -> Method:
-    """A method whose function checks what it needs before it is called."""
+    """Return a copy of the method whose function checks the requirements before it runs."""
 
     @wraps(method.function)
     def checked(frozen: Any, *others: Any, **options: Any) -> Attribution:
         if not (method.explains_differences and isinstance(frozen, Difference)):
             check_pass(frozen)
         method.check(frozen, options)
-        return method.function(frozen, *others, **options)  # ours refuse others, with their signature
+        return method.function(frozen, *others, **options)  # built-in functions reject `others` themselves
 
     return replace(method, function=checked)
 
@@ -371,21 +371,20 @@ def register_alias(
     needs: Needs | None = None,
     **fixed: Any,
 ) -> Callable[[MethodFunction], MethodFunction]:
-    """Register a name for another method with some options fixed, as a decorator.
+    """Register a name for another method with some options fixed; use as a decorator.
 
     Args:
-        name: what `attribute`, evaluations and the command line call it.
-        of: the method that it stands for.
-        needs: see `register_method`; None takes those of the other method with the fixed options.
-        fixed: the options of the other method that are fixed.
+        name: the name used by `attribute`, evaluations and the command line.
+        of: the original method.
+        needs: see `register_method`; None takes the original's requirements with the fixed options.
+        fixed: the options of the original that are fixed.
 
     Returns:
-        A decorator of a function that declares the options which are left and documents the name; its body is not run.
-        The function that the decorator returns calls the other method, and gives its results the new name and the
-        declared options.
+        A decorator for a function that declares the remaining options and documents the alias; its body is never run.
+        The decorated function calls the original and labels the result with the new name and the declared options.
 
     Raises:
-        RegistryError: the name belongs to another function, or `needs` names no requirement.
+        RegistryError: the name belongs to another function, or `needs` contains an unknown requirement.
 
     >>> @tlens.registry.register_alias("max-attention", of="attention", head_reduction="max")
     ... def max_attention(frozen, *, query=-1):
@@ -425,9 +424,9 @@ def register_alias(
 
 
 def renamed(attribution: Attribution, method: str, options: Mapping[str, Any]) -> Attribution:
-    """A result of one method as that of another, with its options as the first recorded them.
+    """Relabel a result with another method name and these options, in the form in which the original recorded them.
 
-    `memory`, which changes no number, is left out.
+    `memory` is dropped, as it does not affect the numbers.
     """
     recorded = {name: attribution.options.get(name, value) for name, value in options.items() if name != "memory"}
     return replace(attribution, method=method, options=recorded)
@@ -437,20 +436,20 @@ def renamed(attribution: Attribution, method: str, options: Mapping[str, Any]) -
 def register_layer_map(
     name: Any, *, holds_residual: bool, needs: Needs = (), both_stacks: bool = False
 ) -> Callable[[MapFunction], MapFunction]:
-    """Register a function of a pass that gives one map of token pairs per layer, as a decorator.
+    """Register a function of a pass that returns one map of token pairs per layer; use as a decorator.
 
     Args:
-        name: what `mean` and `rollout` call it, ``layer_map=name``.
-        holds_residual: whether the residual connection is in the maps already; a rollout adds it otherwise.
-        needs: what it needs of a model, see `register_method`.
-        both_stacks: whether it takes encoder–decoders, and gives maps of the encoder's tokens followed by the decoder's
-            (`tensorlens_tl.layerwise.side_by_side` does); they are refused otherwise.
+        name: the name used by `mean` and `rollout`, ``layer_map=name``.
+        holds_residual: whether the maps already include the residual connection; if not, a rollout adds it.
+        needs: requirements on the model, see `register_method`.
+        both_stacks: whether it supports encoder–decoders, returning maps of the encoder's tokens followed by the
+            decoder's (as `tensorlens_tl.layerwise.side_by_side` does). Without it, they are rejected.
 
     Returns:
-        A decorator, which returns the function.
+        A decorator that returns the function.
 
     Raises:
-        RegistryError: the name belongs to another function, or `needs` names no requirement.
+        RegistryError: the name belongs to another function, or `needs` contains an unknown requirement.
 
     >>> @tlens.register_layer_map("last-head", holds_residual=False, needs=("patterns",))
     ... def last_head(frozen):
@@ -483,15 +482,15 @@ def _check_free(taken: Method | LayerMap | None, function: Callable[..., Any], w
 
 
 def _identity(function: Callable[..., Any]) -> tuple[str, str]:
-    # what exec defines has no module
+    # a function defined by exec has no module
     return str(function.__module__), getattr(function, "__qualname__", repr(function))
 
 
 def list_methods(frozen: FrozenPass | None = None) -> list[str]:
-    """The names `attribute` knows: built in, registered here, and published by installed packages.
+    """List the methods that `attribute` knows: built in, registered in this session, or published by packages.
 
     Args:
-        frozen: a pass, for the methods alone whose requirements its model meets (with their default options).
+        frozen: list only methods whose requirements this pass's model meets (with default options).
 
     Returns:
         The names, sorted.
@@ -511,16 +510,16 @@ def list_methods(frozen: FrozenPass | None = None) -> list[str]:
 
 
 def get_method(name: str) -> Method:
-    """A registered method.
+    """Return a registered method by name.
 
     Args:
         name: one of `list_methods()`.
 
     Returns:
-        What was registered: its function, options and requirements.
+        The method: its function, options and requirements.
 
     Raises:
-        RegistryError: no such name; suggests the nearest.
+        RegistryError: unknown name; suggests the nearest.
 
     >>> tlens.get_method("globenc").summary
     'The product over layers of norms through attention, residual and both norms (Modarressi 2022).'
@@ -533,7 +532,7 @@ def get_method(name: str) -> Method:
 
 
 def list_layer_maps() -> list[str]:
-    """The names that ``layer_map=`` of `mean` and `rollout` takes.
+    """List the layer maps that ``layer_map=`` of `mean` and `rollout` accepts.
 
     >>> "norm:attn_res" in tlens.list_layer_maps()
     True
@@ -543,13 +542,13 @@ def list_layer_maps() -> list[str]:
 
 
 def get_layer_map(name: str) -> LayerMap:
-    """A registered layer map.
+    """Return a registered layer map by name.
 
     Args:
         name: one of `list_layer_maps()`.
 
     Raises:
-        InvalidInputError: no such name.
+        InvalidInputError: unknown name.
 
     >>> tlens.registry.get_layer_map("globenc").holds_residual
     True
@@ -562,13 +561,13 @@ def get_layer_map(name: str) -> LayerMap:
 
 
 def _load_built_in(function: Callable[..., Any]) -> None:
-    """Before somebody else's function takes a name: the built-in ones have theirs first."""
+    """Load the built-in methods before a foreign function registers, so that it cannot take one of their names."""
     if not is_ours(str(function.__module__)):
         _load_published(built_in=True)
 
 
 def _load_published(built_in: bool = False) -> None:
-    """Load what is published once; it may register itself, or is registered under its entry point's name."""
+    """Load every published entry point once: it registers itself, or is registered under the entry point's name."""
     points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: not is_ours(point.value))
     for point in points:
         ours = is_ours(point.value)
@@ -581,20 +580,20 @@ def _load_published(built_in: bool = False) -> None:
             if not ours and callable(loaded) and all(function is not loaded for function in known):
                 register_method(point.name)(cast(Callable[..., Attribution], loaded))
         except Exception as error:
-            if ours:  # a defect of our own is no warning
+            if ours:  # a bug of our own must not be reduced to a warning
                 _LOADED.discard(point.value)
                 raise
-            warn_caller(  # somebody else's package must not take ours down
+            warn_caller(  # a broken third-party package must not break the library
                 f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}. Update or uninstall "
                 "the package that publishes it; everything else works.",
             )
-        except BaseException:  # an interrupt: the next call loads the rest
+        except BaseException:  # interrupted: the next call loads the rest
             _LOADED.discard(point.value)
             raise
 
 
 PER_PROMPT = ("target", "minus", "direction")
-"""Options that say which number is explained; they may name one thing for each prompt."""
+"""Options that choose the explained number; each may hold one value per prompt."""
 
 PROBABILITIES = (
     " A probability is no sum over tokens. With minus= scores sum to a difference of two logits, which is that of "
@@ -603,11 +602,11 @@ PROBABILITIES = (
 )
 
 MEAN = "mean"
-"""As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
+"""As `query=`: the mean over all queries of a prompt. The token "mean" of a prompt is ``" mean"``, with its space."""
 
 DEFAULT = "tensorlens"
 DEFAULT_OF_DIFFERENCES = "difference"
-"""What `attribute` answers with where no method is named."""
+"""The default method of `attribute` for a `Difference`."""
 
 _BUILT_IN = frozenset(RULES) | frozenset(FROZEN_RULES)
 
@@ -623,29 +622,29 @@ def attribute(
     memory: Memory = None,
     **options: Any,
 ) -> Attribution:
-    """Attribute with any registered method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
+    """Run any registered attribution method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
 
-    Many prompts run in batches of similar length, as many at once as `memory` allows, and are returned as one result in
-    the order given.
+    Prompts run in batches of similar length, as many at once as `memory` allows, and are returned as one result in the
+    original order.
 
     Args:
-        model: a TransformerLens model; or a `FrozenPass` or the `Difference` of two, which have their input already, so
-            that the target may come next.
+        model: a TransformerLens model; or a `FrozenPass` or the `Difference` of two, which already include the input:
+            the target may then come next.
         input: text, the messages of a chat or token ids, one prompt or several; images or sound if the model reads
             those (see `freeze`).
-        target: for methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`. By
-            default the model's first choice against its runner-up; for a `Difference`, the first run's prediction
-            against the second's.
+        target: for methods that take one: a token, one per prompt, or `NEXT`; see `FrozenOperator.target`. By default,
+            the model's top prediction against the runner-up; for a `Difference`, the first run's prediction against
+            the second's.
         method: one of `list_methods()`; None is ``"tensorlens"``, or ``"difference"`` for a `Difference`.
-        rule: what replaces the nonlinear operations: one of `list_rules()`, or your own `Rule`. Rules of the frozen
-            model are options of a method that reads weights, by default ``"tensorlens"``; any other rule is
-            followed by gradients and takes the place of a method.
-        memory: how much may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It
-            limits the batches, and the method's own chunks if it has any.
-        options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
-            takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `rule`, `probes`); options of
-            `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to it. ``query="mean"`` explains the mean
-            over every query (with `NEXT` as the target, every query that a token follows), for the work of
+        rule: how nonlinear operations are replaced: one of `list_rules()`, or your own `Rule`. Rules of the frozen
+            model are options of a method that reads weights, by default ``"tensorlens"``; any other rule is applied to
+            gradients and takes the place of a method.
+        memory: how much may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. Limits
+            the batch size and the method's own chunks, if any.
+        options: the method's options (see ``help(tlens.get_method(name).function)``; the default method takes
+            `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `rule`, `probes`). Options of `freeze`
+            (`attention_mask`, `prepend_bos`, `verify` …) are passed on to it. ``query="mean"`` explains the mean
+            over all queries (with `NEXT` as the target, all queries that a token follows), at the cost of
             ``query="all"``; its total is the mean of the model's own numbers.
 
     Returns:
@@ -653,13 +652,12 @@ def attribute(
 
     Raises:
         RegistryError: unknown method.
-        InvalidInputError: an option that neither the method nor `freeze` has; a method of one run for a difference;
-            see also `freeze`.
-        UnsupportedModelError: the model lacks something that the method needs; see also `freeze`.
+        InvalidInputError: an option that neither the method nor `freeze` has, or a method that cannot explain a
+            difference; see also `freeze`.
+        UnsupportedModelError: the model does not meet a requirement of the method; see also `freeze`.
         FrozenModelError: the model's weights changed after it was frozen.
 
-    Every built-in method is a function of a frozen pass, too, with its options in its signature, for editors to
-    complete and `help` to show:
+    Every built-in method is also a function of a frozen pass, with its options in the signature for editors and `help`:
 
     >>> attribution = tlens.attribute(model, text, method="alti", distance="l2")
     >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
@@ -688,7 +686,7 @@ def attribute(
             )
         return _answered(chosen, model, for_method)
     if input is None:
-        raise InvalidInputError("attribute: `input` is missing; pass text, messages of a chat or token ids.")
+        raise InvalidInputError("attribute: `input` is missing; pass text, the messages of a chat, or token ids.")
     rows, batches = prompt_batches(unchecked_view(model), input, for_freeze, memory)
     if len(batches) < 2:
         return _frozen_and_answered(chosen, model, input, for_freeze, for_method)
@@ -708,13 +706,13 @@ def attribute(
 
 
 def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of `freeze`, and those of the method.
+    """Split options into those of `freeze` and those of the method.
 
     Raises:
-        InvalidInputError: one that neither knows; suggests the nearest.
+        InvalidInputError: neither knows an option; suggests the nearest.
     """
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
-    del freezing["query"]  # of a method; `attribute` tells `freeze` of it
+    del freezing["query"]  # belongs to the method; `attribute` passes it on to `freeze`
     if "rule" in method.options and "activation" not in method.options:
         options = current_names(method.name, options, ONCE_ACTIVATION)
     for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
@@ -724,7 +722,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
         hint = nearest(unknown[0], method.options)
         if unknown[0] in PER_PROMPT:
             others = [name for name in list_methods() if unknown[0] in get_method(name).options]
-            hint = f" What it scores is not one number of the model. These take one: {', '.join(map(repr, others))}."
+            hint = f" Its scores do not explain one number of the model. These do: {', '.join(map(repr, others))}."
         elif unknown[0] == "of" or "probab" in unknown[0]:
             hint = PROBABILITIES
         raise InvalidInputError(
@@ -737,7 +735,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
 def _chosen(
     model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None
 ) -> tuple[Method, dict[str, Any]]:
-    """The method of a name or a rule, or the default; and the rule, where it is an option of the method."""
+    """Resolve the method from its name, a rule or the default; also return the rule if the method takes it."""
     if rule is not None:
         if isinstance(model, Difference):
             raise InvalidInputError("attribute: a rule explains one run; pass one of its passes, or leave rule out.")
@@ -745,7 +743,7 @@ def _chosen(
             return method_of_rule(rule), {}
         chosen = get_method(DEFAULT if name is None else name)
         if "rule" not in chosen.options:
-            raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} are two answers; leave one out.")
+            raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} exclude each other; leave one out.")
         return chosen, {"rule": rule}
     if not isinstance(model, Difference):
         return get_method(DEFAULT if name is None else name), {}
@@ -759,12 +757,12 @@ def _chosen(
 
 
 def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None:
-    """The positions whose logits a method reads, to be compared while the model is frozen."""
+    """Return the positions whose logits the method reads, to be verified while the model is frozen."""
     query = options.get("query")
     if not method.explains_prediction(options) or options.get("direction") is not None:
         return None
     if options.get("target") is None and not isinstance(query, int):
-        return None  # several queries need not all predict something
+        return None  # with several queries, some may predict nothing
     if isinstance(query, str) and query == MEAN:
         return None
     return query
@@ -773,7 +771,7 @@ def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None
 def _frozen_and_answered(
     method: Method, model: ModelLike, input: Any, for_freeze: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Attribution:
-    """A method's answer on a pass that is frozen for it; what it reads of the pass is proved."""
+    """Freeze the model for a method, verify what the method reads of the pass, and run it."""
     proof: dict[str, Any] = {"verify": method.reads_maps, **for_freeze}
     with one_check(model):
         frozen = freeze(model, input, **proof, query=_logit_positions(method, options))
@@ -781,7 +779,7 @@ def _frozen_and_answered(
 
 
 def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
-    """A method's answer, to each query or to their mean."""
+    """Run a method for each query, or for their mean."""
     query = options.get("query")
     if not isinstance(query, str) or query != MEAN:
         return _computed(method, frozen, options)
@@ -793,14 +791,14 @@ def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[
 
 
 def _with_prediction(frozen: FrozenPass | Difference, target: TokenLike) -> Query:
-    """Every query, or for `NEXT` those that a token follows; padding where a prompt has fewer."""
+    """Return all queries, or for `NEXT` those that a token follows; padded where a prompt has fewer."""
     if target is not NEXT:
         return "all"
     rows = [row.nonzero()[:-1, 0] for row in frozen.mask]
     most = max(map(len, rows))
     if any(len(row) == 0 for row in rows):
         raise InvalidInputError(
-            "query='mean': a prompt of one token, which none follows, has no query for target=NEXT; name a token."
+            "query='mean': a prompt of one token has no query for target=NEXT, since no token follows; name a token."
         )
     padding = (~frozen.mask).long().argmax(1)
     filled = [torch.cat([row, at.expand(most - len(row))]) for row, at in zip(rows, padding, strict=True)]
@@ -808,7 +806,7 @@ def _with_prediction(frozen: FrozenPass | Difference, target: TokenLike) -> Quer
 
 
 def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
-    """The result of a method; no other thread gives the model other weights before it is computed."""
+    """Run the method under the model's lock, so that no other thread can swap the weights meanwhile."""
     with one_check(frozen.view.model):
         frozen.check_fresh()
         result: Any = method.function(frozen, **options)
@@ -823,9 +821,9 @@ def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[
 
 
 def _measured(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
-    """The sum of somebody else's method with the gap that it has, whatever gap was handed over.
+    """Measure the gap of a third-party method's sum, ignoring the one it reports.
 
-    Where the method was given a target, the total is the model's own logit, read here.
+    If the method was given a target, the total is the model's own logit, read here.
     """
     if result.bias is None:
         return result
@@ -841,7 +839,7 @@ def _measured(frozen: FrozenPass | Difference, result: Attribution, options: Map
 def _with_tokens_of_queries(
     frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]
 ) -> Attribution:
-    """The result with the tokens of each prompt and query in its options, where a list or a rank names them."""
+    """Add the explained tokens of each prompt and query to the options, if they are given as a list or by rank."""
     target, minus = (plain(result.options.get(name, options.get(name))) for name in ("target", "minus"))
     if target is None or not any(isinstance(token, list | tuple) or token in RANKED for token in (target, minus)):
         return result
@@ -865,7 +863,7 @@ def by_rule(
     query: Query,
     memory: Memory,
 ) -> Attribution:
-    """The scores of a rule (see `rule_scores`) as the attribution of a method, a sum where the rule is affine."""
+    """Compute a rule's scores (see `rule_scores`) as an attribution; additive if the rule is affine."""
     target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
     result = rule_scores(frozen, rule, target, minus, query=query, memory=memory)
     return Attribution.of(
@@ -883,7 +881,7 @@ def by_rule(
 
 
 def method_of(rule: Rule, name: str) -> Method:
-    """A rule as a method, which is not registered."""
+    """Wrap a rule as a method, without registering it."""
 
     def of_rule(
         frozen: FrozenPass,
@@ -901,7 +899,7 @@ def method_of(rule: Rule, name: str) -> Method:
 
 
 def method_of_rule(rule: Any) -> Method:
-    """What `attribute` answers with for ``rule=``."""
+    """Return the method that `attribute` runs for ``rule=``."""
     chosen = rule_of(rule)
     names = [name for name, known in RULES.items() if known is chosen]
     return checking(method_of(chosen, f"rule={names[0] if names else 'own'}"))
@@ -909,17 +907,17 @@ def method_of_rule(rule: Any) -> Method:
 
 @checked_arguments
 def register_rule(name: str, rule: Rule) -> Rule:
-    """Register a rule under a name, for every question that takes ``rule=``, and as a method of `attribute`.
+    """Register a rule under a name: for every function that takes ``rule=``, and as a method of `attribute`.
 
     Args:
-        name: what questions, evaluations and the command line call it. A name of your own may be registered again.
-        rule: what stands for each kind of operation.
+        name: the name used by functions, evaluations and the command line. You may register your own name again.
+        rule: the replacement for each kind of operation.
 
     Returns:
         The rule.
 
     Raises:
-        RegistryError: the name is that of a built-in rule or of another method.
+        RegistryError: the name belongs to a built-in rule or to a method.
 
     >>> from tensorlens_tl.core import held, shared
     >>> mlps = tlens.register_rule("no-mixing", tlens.Rule(softmax=held, multiply=shared))
@@ -938,10 +936,10 @@ def register_rule(name: str, rule: Rule) -> Rule:
 
 
 def is_of_run(rule: Any) -> bool:
-    """Whether a rule says what gradients of a run follow; those of the frozen model are read from weights.
+    """Whether a rule applies to the gradients of a run, rather than to the frozen model's weights.
 
     Raises:
-        InvalidInputError: no such name.
+        InvalidInputError: unknown name.
     """
     if isinstance(rule, str) and rule != "secant":
         check_choice("rule", rule, list_rules(), OLD_RULES)
@@ -949,10 +947,10 @@ def is_of_run(rule: Any) -> bool:
 
 
 def frozen_rule(rule: Any) -> FrozenRule:
-    """The rule of the frozen model that is asked about, or that another rule stands in place of.
+    """Return the frozen-model rule that is requested, or the one used with a rule of gradients.
 
     Raises:
-        InvalidInputError: no such name.
+        InvalidInputError: unknown name.
     """
     if rule is None or is_of_run(rule):
         return "frozen"
@@ -960,7 +958,7 @@ def frozen_rule(rule: Any) -> FrozenRule:
 
 
 def list_rules() -> list[str]:
-    """The names that ``rule=`` takes.
+    """List the names that ``rule=`` accepts.
 
     >>> tlens.list_rules()
     ['attnlrp', 'frozen', 'frozen-integrated-gradients', 'frozen-split', 'frozen-tangent', 'gim', 'relp', 'tangent']

@@ -1,10 +1,10 @@
-"""Pages about one prompt: several methods side by side, or everything about a prediction.
+"""Pages about one prompt: several methods side by side, or everything about one prediction.
 
-* `compare`: several methods side by side for one prompt;
-* `explain`: everything about one prediction as one page;
-* `explain_difference`: why two prompts are answered differently, as one page;
-* `explain_generation`: everything about a text that a model wrote;
-* `Picture`: what both return; a notebook shows it, ``.save("page.html")`` keeps it.
+* `compare` shows several methods side by side;
+* `explain` shows everything about one prediction;
+* `explain_difference` shows why two prompts are answered differently;
+* `explain_generation` shows everything about a text that a model wrote;
+* `Picture` is what they return: it displays in a notebook, and ``.save("page.html")`` writes it.
 """
 
 import re
@@ -38,41 +38,41 @@ __all__ = ["Picture", "compare", "explain", "explain_difference", "explain_gener
 if TYPE_CHECKING:
     Results = Attribution | Iterable[Attribution] | Mapping[str, Attribution]
 else:
-    Results = Any  # what is no Attribution is refused by `compare`
+    Results = Any  # `compare` rejects anything but Attributions
 
 LISTED = 5
-"""How many of the likeliest tokens are listed."""
+"""How many of the most likely tokens are listed."""
 
 NAMED = 5
-"""How many tokens and components are named on the first screen."""
+"""How many tokens and components the first screen names."""
 
 EDGES = 200
-"""Edges of a page's graph."""
+"""How many edges a page's graph shows."""
 
 LARGEST = 12
-"""Source tokens that a table of a generated text's page names."""
+"""How many source tokens a table on a generated text's page names."""
 
 SMALL = 0.01
-"""Scores below this share of the largest do not count for the error of an estimate."""
+"""Scores below this share of the largest are ignored in the error of an estimate."""
 
 FACTS = ("bias", "total", "gap")
-"""What stands below the tokens: members of a result, where it has them."""
+"""Fields of a result shown below its tokens, if present."""
 
 COMPONENT = re.compile(r"(encoder\.|decoder\.)?(L\d+(H\d+|\.cross\.H\d+|E\d+|\.mixer|\.shared)|MLP\d+)")
-"""The names of heads, experts, mixers and MLPs."""
+"""Matches the names of heads, experts, mixers and MLPs."""
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "tensorlens": {"target": {"collapse": "target"}, "in_out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
-    "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
+    "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # with the attention map it equals that method
     "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
 }
-"""Methods that answer several questions, with the options of each; a target in them is the report's target."""
+"""Methods shown in several variants, with the options of each; a target among them is the report's target."""
 
 ESTIMATES: dict[str, dict[str, Any]] = {"tensorlens (norm)": {"probes": 32, "rows": "orthonormal"}}
-"""What is estimated where the exact scores cost too much, and with which options."""
+"""Methods that are estimated when exact scores cost too much, with the options for it."""
 
 LIMIT = 2e11
-"""Operations that one method may cost in a report, unless it is named or all are wanted: some seconds on two cores."""
+"""The most operations one method may cost in a report unless named or `slow`: some seconds on two cores."""
 
 
 # --------------------------------------------------------------------------- several results side by side
@@ -80,18 +80,18 @@ LIMIT = 2e11
 
 @checked_names
 def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
-    """Several results of one prompt side by side: a row per source token, a column per result.
+    """Show several results for one prompt side by side: a row per source token, a column per result.
 
-    Columns do not share their colours, since the units of methods differ. Where a result comes with a total, its
-    bias, total and gap stand below.
+    Each column has its own colour scale, since methods use different units. If a result has a total, its bias, total
+    and gap are shown below.
 
     Args:
         results: Attributions, or a mapping from headings to Attributions.
-        batch: the prompt.
-        query: which query of those that hold several, counted over real ones, or a text.
+        batch: the prompt, by index.
+        query: which query to show if results hold several: an index over the real queries, or a text.
 
     Returns:
-        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+        A Picture: it displays in a notebook, and ``.save("page.html")`` writes it.
 
     Raises:
         InvalidInputError: no results, or results of different prompts.
@@ -111,7 +111,7 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
     rows = {name: result.query_row(query, batch) for name, result in named.items()}
     positions = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
     if len(set(positions.values())) > 1:
-        raise InvalidInputError(f"compare: results of different queries (positions {positions}); compare one query.")
+        raise InvalidInputError(f"compare: the results are for different queries (positions {positions}); compare one.")
     columns, facts = _columns(named, batch, rows)
     hints = {name: result.target or result.method for name, result in named.items()}
     caption = "Blue adds, orange takes away; each column from its own largest value."
@@ -122,7 +122,7 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
 
 
 def _named(results: Results) -> dict[str, Attribution]:
-    """Results by their headings: those that are given, or the methods' names and what their scores measure."""
+    """Map headings to results; without a mapping, name them by their methods and what their scores measure."""
     if isinstance(results, Attribution):
         results = [results]
     named: dict[str, Any] = {}
@@ -144,20 +144,19 @@ def _named(results: Results) -> dict[str, Attribution]:
 
 
 def _real_tokens(result: Attribution, batch: int = 0) -> dict[int, str]:
-    """The real tokens of a prompt, by position."""
     return {at: token for at, token in enumerate(result.tokens[batch]) if result.mask[batch, at]}
 
 
 def _columns(
     results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float | None]]]:
-    """Each result's scores of the real tokens for its query, and the numbers that stand below them."""
+    """Return each result's scores of the real tokens for its query, and the numbers shown below them."""
     columns = {name: array(of.plane(batch)[rows[name]])[[*_real_tokens(of, batch)]] for name, of in results.items()}
     return columns, {what: {name: _fact(of, what, batch, rows[name]) for name, of in results.items()} for what in FACTS}
 
 
 def _fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
-    """A number of one query, one of `FACTS`, where the result has it."""
+    """Return one of `FACTS` for one query, or None if the result lacks it."""
     values = getattr(result, what)
     if values is None:
         return None
@@ -165,13 +164,13 @@ def _fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
 
 
 def _is_loose(result: Attribution, batch: int, row: int) -> bool:
-    """Whether a query's scores and bias are visibly not its total."""
+    """Whether scores and bias of a query visibly fail to sum to its total."""
     gap = _fact(result, "gap", batch, row)
     return gap is not None and gap > LOOSE
 
 
 def _footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]) -> list[str]:
-    """What each gap means that is framed because it is large: a sentence for each kind of reason."""
+    """Explain each gap that is framed for being large, one sentence per reason."""
     loose: dict[str, list[str]] = {}
     for name, result in results.items():
         if not _is_loose(result, batch, rows[name]):
@@ -190,12 +189,12 @@ def _footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str
 
 
 class Chance(NamedTuple):
-    """A token that may come next.
+    """A token that may come next, with its probability.
 
     Attributes:
         name: the token.
         probability: between 0 and 1.
-        role: ``"explained"``, ``"against"``, or nothing.
+        role: ``"explained"``, ``"against"``, or empty.
     """
 
     name: str
@@ -205,16 +204,15 @@ class Chance(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model predicts at one position of one prompt, and which logit is explained.
+    """A model's prediction at one position of one prompt, and the logit that is explained.
 
     Attributes:
-        query: the position, as a query of the library's functions.
-        position: the same, counted over all tokens.
-        chances: the likeliest tokens with their probabilities, and after them what is explained, where it is not
-            among them; none for a model that predicts no tokens, and of a classifier whose answers do not exclude each
-            other.
-        target, minus: the token that is explained, and the one that it is compared with.
-        label: both in words.
+        query: the position, as a query for the library's functions.
+        position: the same position, counted over all tokens.
+        chances: the most likely tokens with their probabilities, followed by the explained ones if not among them.
+            Empty for a model that predicts no tokens, and for a classifier whose classes are not exclusive.
+        target, minus: the explained token, and the one it is compared with.
+        label: a description of both.
     """
 
     query: int
@@ -226,12 +224,12 @@ class Prediction:
 
     @property
     def best(self) -> list[tuple[str, float]]:
-        """The likeliest tokens with their probabilities; none for a model that predicts no tokens."""
+        """The most likely tokens with their probabilities; empty for a model that predicts no tokens."""
         return [(chance.name, chance.probability) for chance in self.chances[:LISTED]]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Target and minus as options of a method or a circuit."""
+        """Target and minus as options for a method or circuit."""
         tokens = {"target": self.target, "minus": self.minus}
         return {name: token for name, token in tokens.items() if token is not None}
 
@@ -239,7 +237,7 @@ class Prediction:
 def predict(
     frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
 ) -> Prediction:
-    """The model's prediction, and what is to be explained about it.
+    """Return the model's prediction at one position, and what to explain about it.
 
     Args:
         frozen: a pass of one prompt.
@@ -248,7 +246,7 @@ def predict(
             first mask.
 
     Raises:
-        InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
+        InvalidInputError: several positions, an unknown token, or a target for a model that predicts no tokens.
     """
     if query is None:
         query = -1
@@ -291,13 +289,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Answer:
-    """One method's scores for a prediction.
-
-    Attributes:
-        method: as it is registered.
-        result: its scores.
-        about_target: whether it explains the report's target.
-    """
+    """One method's scores for a prediction; `about_target` says whether it explains the report's target."""
 
     method: Method
     result: Attribution
@@ -306,13 +298,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the methods say, by name.
-
-    Attributes:
-        shown: the answers.
-        refused: the methods without one, and why.
-        failed: the methods that raised an error that is none of the library's, and which.
-    """
+    """Methods with an answer (`shown`), and inapplicable (`refused`) and failing ones (`failed`) with the reason."""
 
     shown: dict[str, Answer] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -322,14 +308,9 @@ class Answers:
 def answers(
     frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], *, slow: bool = False, named: bool = False
 ) -> Answers:
-    """Every method's answer for one query, and why some have none. A method that fails also warns.
+    """Run every method for one query and collect answers and reasons for missing ones; a failing method also warns.
 
-    Args:
-        frozen: a pass of one prompt.
-        prediction: the query, and what is explained.
-        methods: names of methods.
-        slow: nothing is left out because it costs more than `LIMIT`, and everything is exact.
-        named: the methods were named, and run whatever they cost.
+    With `slow`, everything is exact whatever it costs; otherwise methods above `LIMIT` are skipped, unless `named`.
     """
     variants = [
         (method, variant, options)
@@ -361,19 +342,19 @@ def answers(
             result = attribute(frozen, method=registered.name, **options, **question)
         except TensorLensError as error:
             said.refused[name] = str(error)
-        except Exception as error:  # of a method that somebody registered: the others still have answers
+        except Exception as error:  # from a third-party method: the others still have answers
             said.failed[name] = f"Method {name!r} failed: {type(error).__name__}: {error}"
             warn_caller(said.failed[name])
         else:
             if prediction.position in result.queries[0].tolist():
                 said.shown[name] = Answer(registered, result, about_target)
             else:
-                said.refused[name] = f"It says nothing about position {prediction.position}."
+                said.refused[name] = f"It has no scores for position {prediction.position}."
     return said
 
 
 def operations(frozen: FrozenPass, method: Method, options: dict[str, Any]) -> float:
-    """Additions and multiplications that a method costs: two for each weight and token, in each of its runs."""
+    """Count the additions and multiplications a method costs: two per weight and token, for each of its runs."""
     weights = sum(parameter.numel() for parameter in frozen.model.parameters())
     return 2.0 * weights * frozen.tokens.numel() * method.cost(frozen, options)
 
@@ -384,14 +365,7 @@ Lines = list[tuple[str, float]]
 
 
 def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution, components: Terms | None) -> str:
-    """The first screen of a report.
-
-    Args:
-        frozen: a pass of one prompt.
-        prediction: what is explained.
-        tokens: the scores of the prompt's tokens, which sum to what is explained.
-        components: direct effects of heads and MLPs; None where there are none.
-    """
+    """Return the first screen of a report: the prediction, its tokens' scores, and direct effects (or None)."""
     parts: list[str] = []
     if prediction.chances:
         place = "after"
@@ -409,7 +383,7 @@ def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution,
 
 
 def _statement(prediction: Prediction, tokens: Attribution) -> str:
-    """What is predicted, and what is explained about it, as a heading and a sentence."""
+    """Return a heading with the prediction, and a sentence on what is explained."""
     assert tokens.total is not None
     total = float(tokens.total[0, -1])
     if not prediction.chances:
@@ -426,7 +400,7 @@ def _statement(prediction: Prediction, tokens: Attribution) -> str:
 
 
 def _prompt(tokens: Attribution) -> str:
-    """The prompt as coloured text, or as an image under coloured patches."""
+    """Return the prompt as coloured text, or as an image under coloured patches."""
     if tokens.image is not None:
         return tokens.to_html(style=False)
     real = _real_tokens(tokens)
@@ -438,7 +412,7 @@ def _prompt(tokens: Attribution) -> str:
 
 
 def tokens_card(tokens: Attribution, title: str = "The tokens that moved it") -> str:
-    """The tokens of largest score, all others, and what no token explains; tokens of score 0 are named with none."""
+    """Return a card of the tokens with the largest scores, the rest, and the bias; tokens of score 0 are not named."""
     entries = [entry for entry in tokens.top(NAMED) if entry.score] or tokens.top(1)
     scores = array(tokens.plane()[-1])[tokens.mask[0].cpu().numpy()]
     lines = [(f"{entry.name!r} · {entry.position}", entry.score) for entry in entries]
@@ -449,7 +423,7 @@ def tokens_card(tokens: Attribution, title: str = "The tokens that moved it") ->
 
 
 def components_card(components: Terms, title: str = "The components that moved it") -> str:
-    """The heads, mixers, experts and MLPs of largest direct effect, all others, and what belongs to none of them."""
+    """Return a card of the heads, mixers, experts and MLPs with the largest direct effects, and the remainder."""
     scores = dict(zip(components.names, array(components.scores[0, -1]).tolist(), strict=True))
     parts = {name: score for name, score in scores.items() if COMPONENT.fullmatch(name)}
     largest = sorted(parts, key=lambda name: -abs(parts[name]))[:NAMED]
@@ -463,7 +437,6 @@ def components_card(components: Terms, title: str = "The components that moved i
 
 
 def _rest(count: int, value: float, name: str) -> Lines:
-    """All others in one line."""
     if not count:
         return []
     if count > 1:
@@ -472,7 +445,7 @@ def _rest(count: int, value: float, name: str) -> Lines:
 
 
 def _sum_card(title: str, lines: Sequence[tuple[str, float]], result: Attribution | Terms) -> str:
-    """Lines as bars, with their sum and the model's own number, where the result has one."""
+    """Return lines as bars, with their sum and the model's own number if the result has one."""
     sums = []
     notes = ""
     if result.total is not None and result.gap is not None:
@@ -483,17 +456,17 @@ def _sum_card(title: str, lines: Sequence[tuple[str, float]], result: Attributio
 
 
 def _cards(*parts: str) -> str:
-    """Cards side by side where there is room for them."""
+    """Lay out cards side by side as space allows."""
     return f'<div class="tlens"><div class="cards">{"".join(parts)}</div></div>'
 
 
 def _card(title: str, body: str, notes: str = "") -> str:
-    """A framed part of a page; `body` is taken as HTML."""
+    """Return a framed part of a page; `body` is HTML."""
     return f'<section class="card" aria-label="{escape(title)}"><h2>{escape(title)}</h2>{body}{note(notes)}</section>'
 
 
 def _chances(rows: Iterable[Chance]) -> str:
-    """Tokens with their probabilities as bars; what is explained and what it is compared with are named."""
+    """Return tokens with their probabilities as bars, marking the explained token and its comparison."""
     lines = []
     for row in rows:
         bar = f'<i><b style="width:{100 * row.probability:.1f}%"></b></i>'
@@ -506,7 +479,7 @@ def _chances(rows: Iterable[Chance]) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share in percent, in as many digits as it has something to say."""
+    """Format a share as a percentage with as many digits as are meaningful."""
     if 0 < share < 0.001:
         return f"{100 * share:.1e} %"
     return f"{100 * share:.1f} %"
@@ -517,12 +490,9 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Group:
-    """Methods whose scores mean the same kind of thing.
+    """Methods whose scores mean the same kind of thing, described by `what`.
 
-    Attributes:
-        title: of its part of the page.
-        what: what its scores are, in a sentence.
-        in_shares: whether each method's scores are divided by their absolute sum, since their units differ.
+    They are shown `in_shares` of each method's absolute sum if the methods' units differ.
     """
 
     title: str
@@ -548,11 +518,11 @@ PERTURBATION = Group(
     "What the live model does when a token, or its value, is taken away; as shares of each absolute sum.",
 )
 GROUPS = (SUMS, RELEVANCE, MAPS, PERTURBATION)
-"""In the order of the page."""
+"""The groups, in page order."""
 
 
 def group_of(answer: Answer) -> Group:
-    """The group of a method's answer: by what is registered of it, and whether it claims a sum."""
+    """Return the group of an answer, from its method's registration and whether it claims a sum."""
     method = answer.method
     if method.alias_of is not None:
         method = get_method(method.alias_of[0])
@@ -560,13 +530,13 @@ def group_of(answer: Answer) -> Group:
         return PERTURBATION
     if not answer.about_target:
         return MAPS
-    if answer.result.additive or "steps" in answer.result.options:  # a quadrature sums in the limit
+    if answer.result.additive or "steps" in answer.result.options:  # integrated gradients sum to the logit in the limit
         return SUMS
     return RELEVANCE
 
 
 def grouped_html(shown: Mapping[str, Answer], position: int) -> str:
-    """All groups that have a method, one below the other, for the query at a position."""
+    """Return every non-empty group, one below the other, for the query at a position."""
     parts = []
     for group in GROUPS:
         members = {name: answer.result for name, answer in shown.items() if group_of(answer) is group}
@@ -607,7 +577,7 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
 
 
 def estimate(name: str, result: Attribution, row: int) -> str:
-    """How sure estimated scores are, in words; nothing of exact ones."""
+    """Describe the uncertainty of estimated scores; empty for exact ones."""
     if result.stderr is None:
         return ""
     scores = array(result.scores[0, row])
@@ -638,31 +608,31 @@ def explain(
     methods: Sequence[str] | None = None,
     slow: bool = False,
 ) -> Picture:
-    """Everything about one prediction of one prompt, as one page that opens without a network.
+    """Explain one prediction of one prompt on a single, self-contained HTML page.
 
-    The page begins with the answer: what is predicted, and the five tokens and five components that it comes from.
+    The page begins with the answer: what is predicted, and the five tokens and five components that matter most.
 
     Args:
-        model: a TransformerLens model; or a `FrozenPass` of one prompt, which has its input already: the target may
-            come next, as in ``explain(frozen, " Paris")``.
+        model: a TransformerLens model; or a `FrozenPass` of one prompt, which already includes the input: the target
+            may then come next, as in ``explain(frozen, " Paris")``.
         input: a string or token ids.
-        target, minus: the token that is explained, and one to compare it with. By default the model's first choice
-            against its second; a `target` by itself is its plain logit, as `tensorlens_tl.attribute` has it.
-        query: the position whose prediction it is, counted over the prompt's tokens. By default the last; in a masked
-            language model the first mask.
-        methods: names of methods; None takes every registered one. Methods that refuse this model are named with
-            their reason.
-        slow: also take methods that cost more than `tensorlens_tl.report.LIMIT` operations on this model and
-            prompt (leave-one-out, value zeroing and integrated gradients on larger ones), and compute norms exactly
-            that cost more than that. Without it these methods are left out unless `methods` names them, such norms are
-            estimated, and the page says so.
+        target, minus: the explained token, and one to compare it with. By default the model's first choice against
+            its second; a `target` alone means its plain logit, as in `tensorlens_tl.attribute`.
+        query: the position whose prediction is explained, counted over the prompt's tokens. By default the last; in a
+            masked language model the first mask.
+        methods: names of methods; None takes every registered one. Methods that do not apply to this model are listed
+            with the reason.
+        slow: also run methods that cost more than `tensorlens_tl.report.LIMIT` operations on this model and prompt
+            (leave-one-out, value zeroing and integrated gradients on larger models), and compute expensive norms
+            exactly. Without it, such methods are left out unless `methods` names them, such norms are estimated, and
+            the page says so.
 
     Raises:
-        InvalidInputError: several prompts, no input, an unknown token, a query out of range.
+        InvalidInputError: several prompts, no input, an unknown token, or a query out of range.
         RegistryError: an unknown method.
 
     Returns:
-        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+        A Picture: it displays in a notebook, and ``.save("page.html")`` writes it.
 
     >>> tlens.report.explain(frozen, methods=["tensorlens"]).title
     'Where a prediction comes from: <|bos|>Return the value. Return the'
@@ -683,7 +653,7 @@ def explain(
         frozen = freeze(model, input)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
-    with one_check(frozen.model):  # not each of some 25 methods compares all weights with those of the pass
+    with one_check(frozen.model):  # otherwise each of some 25 methods would compare all weights with the pass's
         frozen.check_fresh()
         try:
             prediction = predict(frozen, target, minus, query)
@@ -692,7 +662,7 @@ def explain(
                 raise
             raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris'). ", *error.args) from error
         page = _page(frozen, prediction, answers(frozen, prediction, chosen, slow=slow, named=methods is not None))
-    frozen.check_fresh()  # a method that somebody registered may have changed them
+    frozen.check_fresh()  # a third-party method may have changed the weights
     return page
 
 
@@ -711,7 +681,7 @@ def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
         try:
             components = circuits.logit_attribution(frozen, by="head", query=prediction.query, **prediction.options)
             sections, proved = _circuits(frozen, prediction, components)
-        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
+        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), or a graph that is too large
             refused["circuits"] = str(error)
         else:
             proofs |= proved
@@ -724,14 +694,14 @@ def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
         parts.append(f'<div class="tlens">{folded(f"{len(refused)} not shown, and why", reasons)}</div>')
     sums = {name: float(gaps.max()) for name, gaps in proofs.items() if gaps is not None}
     worst = max(frozen.errors.values(), default=0.0)
-    compared = f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most."
+    compared = f"On this prompt every part's map reproduces the model's own output, to {worst:.1e} at most."
     parts.append(_proofs(frozen.errors, sums, compared, repr(frozen)))
     text = joined(frozen.str_tokens[0])
     return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
 
 
 def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple[str, dict[str, torch.Tensor]]:
-    """Heads, paths and the graph; and how exactly each of them sums to the model's number."""
+    """Return heads, paths and the graph as HTML, and how exactly each sums to the model's number."""
     question: dict[str, Any] = {**prediction.options, "query": prediction.query}
     paths = circuits.top_paths(frozen, k=12, width=16, **question)
     graph = circuits.contribution_graph(frozen, nodes=COVERED, threshold=0, **question)
@@ -753,7 +723,7 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
 
 
 def _lists(heads: Terms, paths: Terms, label: str) -> str:
-    """The largest direct effects and paths, each folded."""
+    """Return the largest direct effects and paths, each in a folded section."""
     effects = heads.to_html(15, title=f"The largest direct effects on the {label}", style=False)
     ways = paths.to_html(12, title=f"The largest paths to the {label}", style=False)
     return (
@@ -762,7 +732,7 @@ def _lists(heads: Terms, paths: Terms, label: str) -> str:
 
 
 def _proofs(errors: Mapping[str, float], sums: Mapping[str, float], *notes: str) -> str:
-    """What is measured, as a folded table: parts of the model against their maps, then sums against their totals."""
+    """Return the measured errors as a folded table: the model's parts against their maps, then sums against totals."""
     measured = {f"{part}: the composed map against the model's own": error for part, error in errors.items()} | dict(
         sums
     )
@@ -779,11 +749,11 @@ class ChangedAnswer:
     """Why two prompts are answered differently.
 
     Attributes:
-        difference: of the two runs.
-        predictions: of either run, of the same tokens.
-        logits: the explained number in either run.
-        tokens: what each token that differs adds to its change.
-        components: the same of heads and MLPs.
+        difference: the difference of the two runs.
+        predictions: each run's prediction for the same tokens.
+        logits: the explained number in each run.
+        tokens: how much each differing token contributes to the change.
+        components: how much each head and MLP contributes.
     """
 
     difference: Difference
@@ -794,7 +764,7 @@ class ChangedAnswer:
 
     @property
     def question(self) -> str:
-        """The question in words."""
+        """The question, in words."""
         view, prediction = self.difference.view, self.predictions[0]
         assert prediction.target is not None
         explained = repr(token_label(view, prediction.target))
@@ -804,14 +774,14 @@ class ChangedAnswer:
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
-        """Each token, with its probability after the first prompt and after the second."""
+        """Each token with its probability after the first prompt and after the second."""
         of_runs = [{chance.name: chance.probability for chance in run.chances} for run in self.predictions]
         names = [chance.name for chance in self.predictions[0].chances if chance.role]
         return [(repr(name), _percent(of_runs[0][name]), _percent(of_runs[1][name])) for name in names]
 
     @property
     def statement(self) -> str:
-        """The explained number after both prompts, in words."""
+        """A sentence with the explained number after both prompts."""
         first, second = self.logits
         return (
             f"The {self.predictions[0].label} is {first:+.4g} after the first prompt and {second:+.4g} after the "
@@ -819,7 +789,7 @@ class ChangedAnswer:
         )
 
     def page(self) -> Picture:
-        """All of it as one page."""
+        """Return the whole explanation as one page."""
         difference, prediction = self.difference, self.predictions[0]
         question: dict[str, Any] = {**prediction.options, "query": prediction.query}
         with one_check(difference.a.model):
@@ -852,11 +822,11 @@ class ChangedAnswer:
 def changed_answer(
     difference: PassOrDifference, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
 ) -> ChangedAnswer:
-    """What is to be said about two prompts; see `explain_difference`."""
+    """Return why two prompts are answered differently; see `explain_difference`."""
     if not isinstance(difference, Difference):
         raise InvalidInputError(
             f"explain_difference: a difference of two runs is needed, got {type(difference).__name__}: "
-            "tlens.difference(first, second) returns one."
+            "create one with tlens.difference(first, second)."
         )
     if len(difference.tokens) != 1:
         raise InvalidInputError(f"explain_difference: {len(difference.tokens)} pairs of prompts; compare one.")
@@ -882,22 +852,23 @@ def changed_answer(
 def explain_difference(
     difference: PassOrDifference, target: TokenLike = None, *, minus: TokenLike = None, query: Query | None = None
 ) -> Picture:
-    """Why two prompts are answered differently, as one page that opens without a network.
+    """Explain why two prompts are answered differently, on a single, self-contained HTML page.
 
-    The page begins with the question and both probabilities of both tokens. Then it says which of the tokens that
-    differ change the answer, and by which heads, MLPs and paths. All of it sums to the change of the logit.
+    The page begins with the question and with both tokens' probabilities after either prompt. It then shows which of
+    the differing tokens change the answer, and through which heads, MLPs and paths. Everything sums to the change of
+    the logit.
 
     Args:
-        difference: of the runs of two prompts, or of two models.
-        target, minus: the token that is explained, and one to compare it with. By default what the first run predicts
-            against what the second predicts, or against the first run's second choice where both predict the same.
-        query: the position whose prediction it is; by default as in `explain`.
+        difference: of the runs on two prompts, or of two models.
+        target, minus: the explained token, and one to compare it with. By default the first run's prediction against
+            the second's, or against the first run's second choice if both predict the same.
+        query: the position whose prediction is explained; default as in `explain`.
 
     Raises:
-        InvalidInputError: no difference, several prompts, an unknown token, a model that predicts no tokens.
+        InvalidInputError: not a difference, several prompts, an unknown token, or a model that predicts no tokens.
 
     Returns:
-        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+        A Picture: it displays in a notebook, and ``.save("page.html")`` writes it.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
     >>> tlens.report.explain_difference(tlens.difference(frozen, other), " value", minus=" file").title
@@ -920,21 +891,21 @@ def explain_generation(
     hops: Hops = "all",
     minus: TokenLike = None,
 ) -> Picture:
-    """What made a generated text: every token of it, a stretch as a whole, and what the stretch took by way of others.
+    """Explain a generated text on one page: each of its tokens, a span as a whole, and indirect effects within it.
 
     Args:
         model: a causal language model, or a `FrozenGeneration` of one prompt (then leave `prompt` out).
         prompt, max_new_tokens, continuation: as for `tlens.attribute_generation`.
         span: the stretch that is explained as a whole.
-        hops: how far the page follows it; see `tensorlens_tl.generation.written`.
-        minus: the token that each is compared with, as for `tlens.attribute_generation`.
+        hops: how many hops back the page traces the span; see `tensorlens_tl.generation.written`.
+        minus: the token to compare each with, as for `tlens.attribute_generation`.
 
     Raises:
-        InvalidInputError: several prompts, none, and what `tlens.attribute_generation` refuses.
+        InvalidInputError: several prompts, none, or anything that `tlens.attribute_generation` rejects.
         UnsupportedModelError: not a causal language model, or one that cannot be frozen.
 
     Returns:
-        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+        A Picture: it displays in a notebook, and ``.save("page.html")`` writes it.
 
     >>> tlens.report.explain_generation(model, "Return the", max_new_tokens=2).title.partition(":")[0]
     'What made a generated text'
@@ -943,7 +914,7 @@ def explain_generation(
     if isinstance(model, FrozenGeneration):
         if prompt is not None or max_new_tokens is not None or continuation is not None:
             raise InvalidInputError(
-                "explain_generation: the text is frozen already; leave the prompt and its text out."
+                "explain_generation: the text is frozen already; leave out the prompt and what follows it."
             )
         text = model
     elif prompt is None:
@@ -956,7 +927,7 @@ def explain_generation(
     whole = text.attribute(span=span, minus=minus)
     if last is None:
         followed: list[Any] = [*range(1, min(4, tokens.queries.shape[1])), "all"]
-    else:  # the first few, and the last of them
+    else:  # the first few, and the last
         followed = sorted({*range(1, min(4, last + 1)), last} - {0})
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in followed}
     parts = [
@@ -980,8 +951,8 @@ def explain_generation(
         by_hop = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
         parts += [
             "<h2>By way of generated tokens</h2>",
-            "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in shares of "
-            "each one's own logit, the bias included. The total stays the same at every hop.</p>",
+            "<p>What the span received from generated tokens is passed back to the tokens that produced them, in "
+            "shares of each one's own logit, the bias included. The total stays the same at every hop.</p>",
             f'<div class="tlens">{by_hop}</div>',
             ended.to_html(style=False),
             _largest(ended),
@@ -997,7 +968,7 @@ def explain_generation(
 
 
 def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:
-    """What was written, and the tokens and components that the explained stretch comes from."""
+    """Return the generated text, and the tokens and components that the explained span comes from."""
     assert whole.total is not None
     before = joined(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
     named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
@@ -1013,17 +984,14 @@ def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, mi
 
 
 def _stretch(whole: Attribution) -> str:
-    """The stretch that is explained, in quotes."""
+    """Return the explained span, in quotes."""
     return repr(short(joined([whole.tokens[0][at] for at in whole.options["asked"][0]]), 40))
 
 
 def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenLike) -> Terms | None:
-    """Direct effects of heads and MLPs on the tokens of a stretch, summed over them; None where there are none.
+    """Return direct effects of heads and MLPs, summed over a span's tokens.
 
-    Args:
-        text: one prompt and its continuation.
-        whole: the attribution of the stretch.
-        minus: the token that each is compared with; a runner-up is another one for each, and has no components here.
+    None if logits are not affine in the stream, or for a runner-up, which is another token at each position.
     """
     if isinstance(minus, str) and minus == RUNNER_UP:
         return None
@@ -1032,14 +1000,13 @@ def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenL
     queries = [position - 1 for position in positions]
     try:
         terms = circuits.logit_attribution(text.frozen, [targets], minus, by="head", query=queries)
-    except TensorLensError:  # logits that are not cap(W_U·x + b_U)
+    except TensorLensError:  # the logits are not cap(W_U·x + b_U)
         return None
     summed = {name: getattr(terms, name).sum(1, keepdim=True) for name in ("scores", "total", "remainder")}
     return replace(terms, queries=terms.queries[:, -1:], target=whole.target, **summed)
 
 
 def _largest_sources(tokens: Attribution) -> str:
-    """For each generated token the source of largest score."""
     rows: list[tuple[str, str, str]] = []
     for query, position in enumerate(tokens.options["asked"][0][:LARGEST]):
         at = int(tokens.scores[0, query].abs().argmax())

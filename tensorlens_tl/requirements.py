@@ -1,7 +1,7 @@
-"""What methods and layer maps need of a model: one named check each, which a pass has to meet before they start.
+"""Requirements that methods and layer maps place on a model: named checks of a frozen pass, run before they start.
 
-A registration names them, ``@register_method("mine", needs=("head_vectors", "unwhitened"))``, or brings a requirement
-that is not in `REQUIREMENTS`:
+A registration lists them by name, ``@register_method("mine", needs=("head_vectors", "unwhitened"))``, or supplies a
+requirement of its own that is not in `REQUIREMENTS`:
 
     >>> from tensorlens_tl.errors import UnsupportedModelError
     >>> @tlens.Requirement
@@ -30,24 +30,24 @@ __all__ = ["REQUIREMENTS", "Requirement"]
 
 @dataclass(frozen=True, repr=False)
 class Requirement:
-    """One thing that a method needs of a model, made from the function that checks it, as a decorator.
+    """A requirement of a method on a model; decorates the function that checks it.
 
     Attributes:
-        check: called with a frozen pass and the name of the method or layer map. It returns nothing, or raises
-            `UnsupportedModelError`, naming the block and what to use in place of the method. Its docstring is one
-            sentence about the models that it passes.
+        check: called with a frozen pass and the name of the method or layer map. Returns nothing, or raises
+            `UnsupportedModelError` that names the block and an alternative to the method. Its docstring describes, in
+            one sentence, the models that pass.
     """
 
     check: Callable[[Any, str], None]
 
     @property
     def name(self) -> str:
-        """What registrations call it: the name of the check."""
+        """The name that registrations use: that of the check."""
         return self.check.__name__
 
     @property
     def summary(self) -> str:
-        """The models that meet it, in one sentence: the docstring of the check."""
+        """The models that meet the requirement, in one sentence: the docstring of the check."""
         return inspect.getdoc(self.check) or ""
 
     def __repr__(self) -> str:
@@ -65,8 +65,8 @@ def predictions(frozen: FrozenPass, method: str) -> None:
     """The model predicts tokens: it has an unembedding."""
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(
-            f"{method}: {frozen.view.description} predicts no tokens, so there is no target to explain. Use tensorlens "
-            "with direction=, or a method without a target."
+            f"{method}: {frozen.view.description} predicts no tokens, so there is no target to explain. Use "
+            "tensorlens with direction=, or a method without a target."
         )
 
 
@@ -79,7 +79,7 @@ def norm_after_sum(frozen: FrozenPass, method: str) -> None:
         if layout.parallel:
             why = "attention and MLP are parallel"
         elif block.has_mlp and (layout.mlp.before is not None or layout.name == "pre"):
-            continue  # of the layout "pre" without norms, the MLP reads the sum itself
+            continue  # without norms in layout "pre", the MLP reads the sum directly
         else:
             why = "no norm reads attention plus residual"
         raise UnsupportedModelError(
@@ -115,7 +115,7 @@ def head_vectors(frozen: FrozenPass, method: str) -> None:
         if require_attention_alone(block).output_factor is not None:
             raise UnsupportedModelError(
                 f"{method}: blocks.{number} of this {frozen.view.description} has a gate or a norm inside its "
-                "attention, so that what a source token gives is not its pattern times a value. Methods over the "
+                "attention, so a source token's contribution is not its pattern times a value. Methods over the "
                 "operator (tensorlens, decompx) and input-x-gradient work."
             )
 
@@ -134,17 +134,17 @@ def attention_products(frozen: FrozenPass, method: str) -> None:
             name = block.parts.beside_name if block.has_beside else block.parts.mixer_name
             raise UnsupportedModelError(
                 f"{block.name} of this {frozen.view.description}: its {name} is no softmax attention, and "
-                f"{method} says nothing of its products. tensorlens, cp-lrp and relp with attention='frozen' are exact "
-                "for it."
+                f"{method} defines nothing for its products. tensorlens, cp-lrp and relp with attention='frozen' are "
+                "exact for it."
             )
 
 
 @Requirement
 def full_rows(frozen: FrozenPass, method: str) -> None:
-    """The rows of every pattern sum to 1: there are no attention sinks."""
+    """The rows of every attention pattern sum to 1: there are no attention sinks."""
     for layer, points in enumerate(frozen.points.blocks):
         total = frozen.pattern(layer).sum(-1)
-        off = ((total - 1).abs() > frozen.tolerance) & (total != 0)  # a row without any key is empty
+        off = ((total - 1).abs() > frozen.tolerance) & (total != 0)  # a fully masked row sums to 0
         if bool(off.any()):
             raise UnsupportedModelError(
                 f"{points.pattern} of {frozen.view.description}: its rows do not sum to 1 (attention sinks), and "
@@ -176,31 +176,23 @@ REQUIREMENTS = {
         secants,
     )
 }
-"""Those that have names, in the order in which they are checked."""
+"""The named requirements, in the order in which they are checked."""
 
 
 def check_rule(rule: Rule, frozen: FrozenPass, what: str) -> None:
-    """Refuse a model of which a rule says nothing.
-
-    Raises:
-        UnsupportedModelError: it does not meet one of the rule's needs; names the block.
-    """
+    """Raise `UnsupportedModelError`, naming the block, unless the model meets all of the rule's requirements."""
     for requirement in resolved(rule.needs, what):
         requirement.check(frozen, what)
 
 
 def resolved(needs: Iterable[str | Requirement], what: str) -> tuple[Requirement, ...]:
-    """Names and requirements as requirements, in the order of `REQUIREMENTS`; others follow.
-
-    Args:
-        needs: as a registration gives them.
-        what: the registration, for messages.
+    """Return names and requirements as requirements: those of `REQUIREMENTS` first, in its order.
 
     Raises:
-        RegistryError: a name that is not in `REQUIREMENTS`, or something else than names and requirements.
+        RegistryError: an unknown name, or something that is neither a name nor a `Requirement`.
     """
     if isinstance(needs, str):
-        raise RegistryError(f"{what}: needs={needs!r} is one text; pass names, as in needs=({needs!r},).")
+        raise RegistryError(f"{what}: needs={needs!r} is one string; pass names, as in needs=({needs!r},).")
     chosen = dict.fromkeys(_resolved(need, what) for need in needs)
     known = list(REQUIREMENTS.values())
     return (*(need for need in known if need in chosen), *(need for need in chosen if need not in known))
@@ -211,7 +203,7 @@ def _resolved(need: str | Requirement, what: str) -> Requirement:
         return need
     if not isinstance(need, str) or need not in REQUIREMENTS:
         raise RegistryError(
-            f"{what}: needs {need!r}, which is no requirement; there are {', '.join(map(repr, REQUIREMENTS))}. Pass a "
-            "Requirement for another one."
+            f"{what}: needs {need!r}, which is not a requirement; choose from {', '.join(map(repr, REQUIREMENTS))}, or "
+            "pass a Requirement of your own."
         )
     return REQUIREMENTS[need]

@@ -260,7 +260,7 @@ def test_what_cannot_be_asked_is_refused(model_named):
     difference = tlens.difference(a, b)
     with pytest.raises(tlens.InvalidInputError, match="use one of 'score', 'pattern'"):
         circuits.qk_attribution(difference, **WHERE, of="logit")
-    with pytest.raises(tlens.InvalidInputError, match="of one run is no sum"):
+    with pytest.raises(tlens.InvalidInputError, match="of a single run is not a sum"):
         circuits.qk_attribution(a, **WHERE, of="pattern")
     with pytest.raises(tlens.InvalidInputError, match="the key comes after the query"):
         circuits.qk_attribution(difference, 1, 2, query=1, key=4, of="pattern")
@@ -276,7 +276,7 @@ def test_a_key_outside_a_local_window_has_no_score(name, model_named):
     a, b = two(model)
     where = {"layer": windows[0], "head": 2, "query": 5, "key": 0}
     for asked in (a, tlens.difference(a, b)):
-        with pytest.raises(tlens.InvalidInputError, match=r"H2, 5 .* prompt 0: a mask .* closes the key to the query"):
+        with pytest.raises(tlens.InvalidInputError, match=r"H2, 5 .* prompt 0: a mask .* hides the key from the query"):
             circuits.qk_attribution(asked, **where)
     assert float(circuits.qk_attribution(a, **where | {"key": 4}).gap.max()) < 1e-6
     assert not circuits.qk_attribution(tlens.difference(a, b), **where, of="pattern").total.any()

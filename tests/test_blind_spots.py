@@ -414,7 +414,7 @@ def test_positions_that_are_no_tokens_are_refused(name):
             return super().forward(longer[0], attention_mask=longer[1], **options)
 
     model.__class__ = Prefixed
-    with pytest.raises(tlens.UnsupportedModelError, match="makes 7 positions of 6 tokens"):
+    with pytest.raises(tlens.UnsupportedModelError, match="has 7 positions for 6 tokens"):
         tlens.freeze(model, some_tokens())
     assert hooks_left(model) == 0
 

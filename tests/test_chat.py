@@ -232,8 +232,8 @@ def test_a_chat_is_continued_by_its_answer(model):
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ([{"role": "tool", "content": "x"}], "refuses these messages (the roles are system, user and assistant)"),
-        ([{"role": "user", "content": 3}], "refuses these messages"),
+        ([{"role": "tool", "content": "x"}], "rejects these messages (the roles are system, user and assistant)"),
+        ([{"role": "user", "content": 3}], "rejects these messages"),
         ([{"role": "user", "contnet": "x"}], "message 0 of a chat is {'role': 'user', 'contnet': 'x'}"),
         ([CHAT[0], {"content": "x"}], "message 1 of a chat is {'content': 'x'}"),
         ([CHAT[0], "x"], "message 1 of a chat is 'x'"),

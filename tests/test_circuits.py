@@ -691,7 +691,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: logit(frozen, 48), "vocabulary"),
         (lambda: logit(frozen, 5, direction=torch.ones(16)), "not both"),
         (lambda: logit(frozen, direction=torch.ones(3)), r"pass \[16\]"),
-        (lambda: logit(frozen, direction="up"), "no vector of numbers"),
+        (lambda: logit(frozen, direction="up"), "not a vector of numbers"),
         (lambda: logit(frozen, 5)["L9H9"], "no term 'L9H9'"),
         (lambda: logit(frozen, 5, layers=[0]), "ends at blocks.1 input, before the unembedding"),
         (lambda: logit(frozen, 5, layers=[0, 2]), "layers=2: pass 0 to 1"),
@@ -702,24 +702,24 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: circuits.head_map(frozen, 0, 9), "pass 0 to 3"),
         (lambda: circuits.head_map(frozen, 0, 0).contributions(9), "query"),
         (lambda: circuits.paths(frozen, 5, max_order=-1), "direct path"),
-        (lambda: circuits.paths(frozen, 5, query="all"), "this is about one"),
+        (lambda: circuits.paths(frozen, 5, query="all"), "but one is needed"),
         (lambda: circuits.top_paths(frozen, 5, k=3), "2 prompts"),
         (lambda: circuits.top_paths(one, 5, k=0), "at least 1"),
         (lambda: circuits.top_paths(one, 5, width=0), "at least 1"),
         (lambda: make(frozen, 5), "2 prompts"),
         (lambda: make(one, 5, threshold=2), "from 0 to 1"),
-        (lambda: make(one, 5, query="all"), "this is about one"),
+        (lambda: make(one, 5, query="all"), "but one is needed"),
         (lambda: make(one, 5).prune(0), "above 0"),
         (lambda: make(one, 5).prune("most"), "above 0"),
         (lambda: circuits.qk_attribution(model, 0, 0), r"tlens.freeze\(model, text\) returns one"),
         (lambda: circuits.qk_attribution(frozen, 0, 4), "pass 0 to 3"),
-        (lambda: circuits.qk_attribution(frozen, 0, 0, key="all"), "this is about one"),
+        (lambda: circuits.qk_attribution(frozen, 0, 0, key="all"), "but one is needed"),
         (lambda: circuits.qk_attribution(frozen, 0, 0, key=77), "key=77 is out of range"),
         (lambda: circuits.spectral_norm(frozen.operator()), "2 prompts"),
         (lambda: circuits.spectral_norm(one), "pass frozen.operator"),
         (lambda: circuits.spectral_norm(one.operator(), tol=None), "positive"),
         (lambda: circuits.singular_directions(one.operator(), k=17), "pass 1 to 16"),
-        (lambda: circuits.singular_directions(one.operator(), "all"), "this is about one"),
+        (lambda: circuits.singular_directions(one.operator(), "all"), "but one is needed"),
         (lambda: circuits.error_bound(one, torch.zeros(1, 2, 16)), "the pass's input"),
         (lambda: circuits.frozen_error_bound(one, one.resid_pre(0), norm=0), "norm=0"),
         (lambda: circuits.spectral_norm_bound(frozen), "2 prompts"),
@@ -836,7 +836,7 @@ def test_an_even_pattern_is_not_guessed_at():
     try:
         found = scores.score_reading(tlens.freeze(model, tokens), 1)
     except tlens.UnsupportedModelError as error:
-        assert "too even to tell" in str(error)  # noqa: PT017 (either answer is right, a wrong reading is not)
+        assert "too uniform to decide" in str(error)  # noqa: PT017 (either answer is right, a wrong reading is not)
     else:
         assert found.scale == expected.scale
         assert close(found.rotation.double(), expected.rotation, atol=0.02)

@@ -237,7 +237,7 @@ def test_a_prompt_that_ends_in_what_the_classifier_takes_for_padding_is_refused(
     folder = saved(tmp_path, name)
     model = tlens.load_classifier(folder, dtype=torch.float64)
     tokens = torch.tensor([[5, 6, 7, 8], [5, 6, PAD, PAD]])
-    with pytest.raises(tlens.InvalidInputError, match="prompt 1 ends in token 49, which is padding to this classifier"):
+    with pytest.raises(tlens.InvalidInputError, match="prompt 1 ends in token 49, which this classifier"):
         tlens.freeze(model, tokens, attention_mask=torch.ones_like(tokens))
     expected = theirs(folder, name, tokens)
     attribution = tlens.attribute(model, tokens, 2, attention_mask=(tokens != PAD).long())
@@ -293,7 +293,7 @@ def test_a_classifier_writes_nothing(tmp_path):
 
 def test_only_the_position_that_is_read_is_explained(tmp_path):
     model = tlens.load_classifier(saved(tmp_path, "BertForSequenceClassification"))
-    with pytest.raises(tlens.InvalidInputError, match="predicts its classes at position 0 alone"):
+    with pytest.raises(tlens.InvalidInputError, match="predicts its classes only at position 0"):
         tlens.attribute(model, some_tokens(1, 5), 1, query=2)
 
 

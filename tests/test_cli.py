@@ -49,7 +49,7 @@ NO_MODEL = ["--model", "no_model"]
     [
         (["Return the value", "--target", " a b"], "--target ' a b' is 2 tokens [' a', ' b']"),
         (["graph", "Return the", "--target", " a b"], "--target ' a b' is 2 tokens"),
-        (["dataset", "ROWS", "-o", "RUN", "--target", " a"], "Say which one holds the prompts, such as --text 'txt'."),
+        (["dataset", "ROWS", "-o", "RUN", "--target", " a"], "holds the prompts, such as --text 'txt'."),
         (
             ["dataset", "ROWS", "--text", "tx", "-o", "RUN", *NO_MODEL],
             "there is no column 'tx', only 'txt'. Did you mean 'txt'?",
@@ -375,7 +375,7 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
     ("arguments", "message"),
     [
         (["-o", "a.html", "--format", "dot"], "--format 'dot'; use one of 'html'"),
-        (["-o", "a.txt"], "'a.txt': a result cannot be saved as '.txt'. Use one of"),
+        (["-o", "a.txt"], "ends in '.txt', which is not a supported ending. Use one of"),
         (["-o", "a.txt", "--format", "dot"], "--format 'dot'; use one of 'html'"),
         (["-o", "no/such/folder/a.html"], "there is no folder"),
         (["-o", "a.html", "--threshold", "2"], "--threshold 2.0: a share of the largest edge"),

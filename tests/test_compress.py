@@ -610,7 +610,7 @@ def test_models_that_are_refused(model_named):
     frozen = tlens.freeze(tiny_model(PLAIN, seed=2), some_tokens())
     with pytest.raises(tlens.InvalidInputError, match="another model"):
         compress.compression_effect(frozen, compress.plan(model, ratio=2))
-    with pytest.raises(tlens.InvalidInputError, match="pass what compress"):
+    with pytest.raises(tlens.InvalidInputError, match="pass a plan from compress"):
         compress.compression_effect(frozen, None)
     with pytest.raises(tlens.InvalidInputError, match="baseline"):
         compress.sharing(model, baseline="none")

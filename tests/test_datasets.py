@@ -427,7 +427,7 @@ def test_a_column_called_prompt_needs_no_name(gpt2, tmp_path):
         ({"text": "a"}, {}, "one table is one row"),
         (3, {}, "int holds no rows"),
         ([{"input": "a"}], {}, "no column 'text', only 'input'"),
-        ([{"id": 1, "input": "Return the"}], {}, "Say which one holds the prompts, such as text='input'"),
+        ([{"id": 1, "input": "Return the"}], {}, "Name the column that holds the prompts, such as text='input'"),
         ([{"id": 1, "prompt": "a"}], {"text": "promt"}, "no column 'promt', .* Did you mean 'prompt'"),
         ([{"id": 1, "prompt": "Return the"}], {"text": "zzz"}, "such as text='prompt'"),
         (ROWS, {"id": "name"}, "no column 'name'"),
@@ -441,7 +441,7 @@ def test_a_column_called_prompt_needs_no_name(gpt2, tmp_path):
         (ROWS, {"keep": "top:0"}, "keep='top:0'"),
         (ROWS, {"tokens_per_batch": 0}, "at least 1"),
         (ROWS, {"quer": 3}, "Did you mean 'query'"),
-        (ROWS, {"target": 999}, "no row works of those that were tried .4.. .*vocabulary"),
+        (ROWS, {"target": 999}, "none of the 4 rows that were tried works.* .*vocabulary"),
         (ROWS, {"memory": "some"}, "memory='some'"),
         ([{"text": ""}], {}, "none is a prompt. Row 0: text: empty"),
     ],
@@ -456,14 +456,14 @@ def test_bad_input_is_refused_before_anything_is_written(gpt2, tmp_path, rows, o
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"', "line 1 of .* is no JSON"),
-        ("a.jsonl", b"[3]", "is list, not a table"),
+        ("a.jsonl", b'{"text": "x"', "line 1 of .* is not valid JSON"),
+        ("a.jsonl", b"[3]", "is list, not an object"),
         ("a.jsonl", b'{"text": "\xef\xef"}', "is not UTF-8"),
         ("a.csv", b"text\nna\xefve\n", "is not UTF-8"),
         ("a.csv", b"text,id\nyes, but,1\n", "line 2 of .* has more fields"),
         ("a.csv", b"text,text\na,b\n", "two columns 'text'"),
         ("a.csv", b"text\n" + b"x" * 200_000, "line . of .* field limit"),
-        ("a.parquet", b"nothing", "no Parquet file"),
+        ("a.parquet", b"nothing", "is not a Parquet file"),
     ],
 )
 def test_files_that_cannot_be_read(gpt2, tmp_path, name, content, message):
@@ -842,7 +842,7 @@ def test_the_command_line_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     assert said[-1] == "0 of 1 rows are written; run the same command again to continue."
     assert "Traceback" not in "".join(said)
     monkeypatch.setattr(running, "run_rows", work)
-    for before in ("0 of 1 rows were written before; going on with the other 1.", "All 1 rows were written before"):
+    for before in ("0 of 1 rows were written before; continuing with the other 1.", "All 1 rows were written before"):
         assert main(words) == 0
         assert before in capsys.readouterr().err
     monkeypatch.setattr("tensorlens_tl.commands.methods.run", lambda args: (_ for _ in ()).throw(KeyboardInterrupt))

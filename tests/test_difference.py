@@ -369,7 +369,7 @@ def test_what_a_hook_changes_inside_is_explained_or_refused(name, point, model_n
         if not refusal:
             assert close(summed(result), change[:, -1:, 5], rerun_tolerance(name))
         elif "does not give the difference" in refusal:
-            assert re.search(r"map of (blocks\.1|head) .* Hooks stood on the model \(.*\).*: freeze both runs", refusal)
+            assert re.search(r"map of (blocks\.1|head) .* were hooks on the model \(.*\).*: freeze both runs", refusal)
         else:
             assert re.search(r"blocks\.1|target: the logits", refusal)
 
@@ -434,10 +434,10 @@ def test_what_is_no_frozen_pass_is_refused(passed, model_named):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("hooked/parallel", "put together in different ways"),
+        ("hooked/parallel", "composed in different ways"),
         ("hooked/attn-only", "two architectures"),
         ("hooked/rms", "two architectures"),
-        ("hooked/gated", "two forms"),
+        ("hooked/gated", "different forms"),
         ("bridge/llama", "two architectures"),
     ],
 )
@@ -490,7 +490,7 @@ def test_layouts_that_no_run_tells_are_refused(monkeypatch):
     with pytest.raises(tlens.InvalidInputError, match=r"in different ways, pre and parallel\."):
         tlens.difference(a, b)
     monkeypatch.setattr(LayoutSearch, "reproducing", lambda search: [])
-    with pytest.raises(tlens.InvalidInputError, match="gives nothing in one"):
+    with pytest.raises(tlens.InvalidInputError, match="zero output in one"):
         tlens.difference(a, b)
 
 

@@ -595,7 +595,7 @@ def test_virtual_heads_go_by_cross_attention(model_named):
     for heads, message in (
         (["L2H0", "L3.cross.H1"], "L3.cross.H1 reads the encoder's output"),
         (["L2.cross.H0", "L3.cross.H1"], "only a head of the encoder"),
-        (["L1H0", "L2H1"], "between encoder and decoder"),
+        (["L1H0", "L2H1"], "only heads of cross-attention lead"),
         (["L1H0", "L0H1"], "later layer"),
         (["MLP0"], "or their names"),
         ("L0H1", "or their names"),
@@ -617,7 +617,7 @@ def test_pictures_and_reports_show_both_stacks(model_named):
     page = report.explain(frozen).body
     assert "The circuit" in page
     assert "alti-logit: Σ scores + bias against its total" in page
-    assert "not read of an encoder–decoder" not in page
+    assert "not supported for encoder–decoders" not in page
 
 
 def test_the_letter_that_is_copied_comes_by_cross_attention():

@@ -477,7 +477,7 @@ def test_what_needs_one_attention_in_each_layer_is_refused(frozen):
         lambda: contextualisation.gain_against_ff(frozen),
         lambda: tlens.layerwise.locals_of(frozen),
     ):
-        with pytest.raises(tlens.UnsupportedModelError, match="not read of an encoder–decoder yet"):
+        with pytest.raises(tlens.UnsupportedModelError, match="not supported for encoder–decoders"):
             call()
 
 
@@ -486,7 +486,7 @@ def test_a_layer_map_of_ones_own_says_that_it_is_for_both_stacks(frozen, clean_r
     def diagonal(frozen):
         return torch.diag_embed(frozen.mask.double()).expand(frozen.n_layers, -1, -1, -1)
 
-    with pytest.raises(tlens.UnsupportedModelError, match="mean: not read of an encoder–decoder"):
+    with pytest.raises(tlens.UnsupportedModelError, match="mean: not supported for encoder–decoders"):
         tlens.attribute(frozen, method="mean", layer_map="diagonal")
     tlens.register_layer_map("both", holds_residual=True, both_stacks=True)(lambda frozen: diagonal(frozen))
     assert torch.equal(tlens.attribute(frozen, method="rollout", layer_map="both").scores, identity(frozen))

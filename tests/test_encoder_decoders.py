@@ -200,7 +200,7 @@ def test_what_reads_blocks_of_one_stack_is_refused_by_name(what, model_named):
     input, options = tiny_input(model, 1)
     frozen = tlens.freeze(model, input, **options)
     for asked in PARTS[what]:
-        with pytest.raises(tlens.UnsupportedModelError, match=f"{what}.*not read of an encoder–decoder yet"):
+        with pytest.raises(tlens.UnsupportedModelError, match=f"{what}.*not supported for encoder–decoders"):
             asked(model, frozen)
 
 
@@ -245,7 +245,7 @@ def test_bad_masks(mask, message, model_named):
 
 
 def test_second_inputs_of_other_models(model_named):
-    with pytest.raises(tlens.InvalidInputError, match="is no encoder–decoder"):
+    with pytest.raises(tlens.InvalidInputError, match="is not an encoder–decoder"):
         tlens.freeze(model_named("bridge/gpt2"), [[3, 4]], decoder_input_ids=[[3]])
     frozen = tlens.freeze(model_named("bridge/gpt2"), [[3, 4]])
     assert (frozen.sides, tlens.attribute(frozen).sides) == (None, None)

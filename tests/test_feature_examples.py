@@ -266,7 +266,7 @@ def test_labels_go_along(demo_model, tmp_path):
     assert "L2.F357 · to be" in graph.to_html()
     assert any(node["clerp"].startswith("L2.F357 · to be at") for node in graph.to_circuit_tracer()["nodes"])
     assert tlens.ContributionGraph.load(graph.save(tmp_path / "graph")).labels == graph.labels
-    with pytest.raises(tlens.InvalidInputError, match="labels: feature 512 has one, and this Dictionary has 512"):
+    with pytest.raises(tlens.InvalidInputError, match="there is one for feature 512, but this Dictionary has 512"):
         circuits.features(frozen, shipped(), labels={512: "none"})
 
 
@@ -300,11 +300,11 @@ def test_hundreds_of_active_features_are_said(demo_model):
         ("q.txt", {}, r"open\('q.txt', encoding='utf-8'\)"),
         (Path("rows"), {}, "cannot read (Posix|Windows)Path as rows"),
         (pd.DataFrame({"id": [1], "prompt": ["a"]}), {}, r"is a table with 'id', 'prompt'; pass the column"),
-        (["a"], {"features": ["F357@7", "F357@8"]}, "F357 is there twice"),
+        (["a"], {"features": ["F357@7", "F357@8"]}, "F357 is named twice"),
         (["a"], {"features": "error@7"}, "feature='error@7'"),
         (["a"], {"features": ["F9999"]}, "F9999|9999"),
         (["a"], {"features": []}, r"features=\[\]"),
-        (["a"], {"features": [3, "F3"]}, "F3 is there twice"),
+        (["a"], {"features": [3, "F3"]}, "F3 is named twice"),
         (["a"], {"window": 3}, r"window=3: .*\(12, 4\)"),
         (["a"], {"k": 0}, "k=0"),
         (["a"], {"hook": "blocks.9.hook_resid_post"}, "blocks.9"),

@@ -421,8 +421,8 @@ class Tanh(Dictionary):
         (altered(k=0), AFTER, "k is 0"),
         (altered(r_mag=torch.zeros(40)), AFTER, "is gated"),
         (altered(cfg=SimpleNamespace(normalize_activations="batch")), AFTER, "by 'batch'; known"),
-        (Tanh(), AFTER, "encode gives something else than its weights say"),
-        (altered(decode=lambda features: features[..., :16]), AFTER, "decode gives something else"),
+        (Tanh(), AFTER, "encode differs from the output of its weights"),
+        (altered(decode=lambda features: features[..., :16]), AFTER, "decode differs from"),
         (bare(altered(activation_fn="tanh"), "activation_fn"), AFTER, "activation_fn is tanh"),
         (SimpleNamespace(), AFTER, "W_enc missing, W_dec missing"),
     ],
@@ -490,8 +490,8 @@ def test_a_plain_relu_is_read_from_weights_alone(model_named, said):
         ({"gate": torch.ones(40)}, "has gate"),
         ({"scaling_factor": torch.ones(40)}, "has scaling_factor"),
         ({"finetuning_scaling_factor": True}, "no such weight"),
-        ({"activation_fn": named_relu}, "something else than ReLU on random numbers"),
-        ({"activation_fn": HalvedTopK(), "k": 3}, "something else than TopK with k=3"),
+        ({"activation_fn": named_relu}, "differs from ReLU on random numbers"),
+        ({"activation_fn": HalvedTopK(), "k": 3}, "differs from TopK with k=3"),
         ({"k": 3, "threshold": torch.ones(40, dtype=torch.float64)}, "both k and threshold"),
         ({"k": 3.7}, "k is 3.7"),
         ({"k": torch.tensor([1, 2])}, "a whole number"),
@@ -553,7 +553,7 @@ class Forward(Gated):
 def test_a_forward_without_encode_is_compared(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     assert circuits.features(frozen, Forward(1.0), frozen.capture.output_name(1)).active_per_token > 0
-    with pytest.raises(tlens.InvalidInputError, match=r"Forward.forward gives something else"):
+    with pytest.raises(tlens.InvalidInputError, match=r"Forward.forward differs from"):
         circuits.features(frozen, Forward(1.5), frozen.capture.output_name(1))
 
 
@@ -643,7 +643,7 @@ def test_bad_questions(model_named):
         (lambda: circuits.feature_attribution(late, 1, by="path"), "by='path'; use one of 'token'"),
         (lambda: circuits.feature_effects(late, 5, by="head"), "use one of 'feature_token'"),
         (lambda: circuits.feature_effects(frozen, 5), r"make them with circuits.features"),
-        (lambda: circuits.feature_edges(late, early), "Exchange them"),
+        (lambda: circuits.feature_edges(late, early), "Swap them"),
         (lambda: circuits.feature_edges(early, again), "of two passes"),
         (lambda: circuits.feature_edges(early, late, []), "name at least one"),
         (lambda: circuits.feature_edges(early, late, [50]), "feature=50"),

@@ -108,7 +108,7 @@ def test_the_block_that_wrote_what_is_not_finite_is_named():
 def test_a_cache_of_something_else(model_named):
     model = model_named(GPT2)
     _, cache = model.run_with_cache(some_tokens())
-    with pytest.raises(tlens.InvalidInputError, match="same input that made the cache"):
+    with pytest.raises(tlens.InvalidInputError, match="input that the cache was computed from"):
         tlens.freeze(model, some_tokens(1, 4), cache=cache)
     _, partial = model.run_with_cache(some_tokens(), names_filter="blocks.0.hook_resid_pre")
     with pytest.raises(tlens.InvalidInputError, match="missing, first"):

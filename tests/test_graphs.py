@@ -439,9 +439,9 @@ def test_inputs_and_outputs_of_a_node(demo_model):
     assert abs(into[0].score) == max(abs(entry.score) for entry in into)
     to = next(entry for entry in graph.outputs("MLP3", 16, k=last) if entry.name == "target")
     assert to.score == next(e.score for e in graph.inputs("target", k=last) if (e.name, e.position) == ("MLP3", 16))
-    with pytest.raises(tlens.InvalidInputError, match="stands at positions"):
+    with pytest.raises(tlens.InvalidInputError, match="occurs at positions"):
         graph.inputs("MLP3")
-    with pytest.raises(tlens.InvalidInputError, match="none of this graph's nodes"):
+    with pytest.raises(tlens.InvalidInputError, match="this graph has no such node"):
         graph.outputs("MLP9")
 
 

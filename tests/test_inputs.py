@@ -72,15 +72,15 @@ MESSAGES = [{"role": "user", "content": "Return the value"}]
 @pytest.mark.parametrize(
     ("input", "message"),
     [
-        (MESSAGES, "input: messages of a chat, and this model's tokenizer has no chat template"),
+        (MESSAGES, "input: messages of a chat, but this model's tokenizer has no chat template"),
         ([MESSAGES, MESSAGES], "has no chat template"),
         (MESSAGES[0], "input: one message of a chat"),
-        ({"pixel_values": torch.ones(1, 3, 8, 8)}, "a mapping with 'pixel_values' in it and without 'input_ids'"),
+        ({"pixel_values": torch.ones(1, 3, 8, 8)}, "a mapping with 'pixel_values' in it, but without 'input_ids'"),
         ({}, "a mapping with nothing in it"),
         ({"input_ids": [[3, 4]], "inputs_embeds": torch.ones(1, 2, 8)}, "'inputs_embeds' takes the place of token ids"),
-        ({"input_ids": [[3, 4]], "past_key_values": ()}, "'past_key_values' holds tokens that ran before"),
+        ({"input_ids": [[3, 4]], "past_key_values": ()}, "'past_key_values' contains earlier tokens"),
         ({"input_ids": [[3, 4]], "offset_mapping": [[(0, 1)]]}, "'offset_mapping' cannot be given"),
-        (torch.ones(1, 3, 128), "embeddings (inputs_embeds) are not read"),
+        (torch.ones(1, 3, 128), "embeddings (inputs_embeds) are not accepted"),
     ],
 )
 def test_what_is_no_input_is_refused(input, message):

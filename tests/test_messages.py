@@ -386,7 +386,7 @@ MISTAKES = {
         lambda c: tlens.attribute(c.frozen, " value", method="rollout"),
         "'target'",
         "'rollout'",
-        "These take one: 'alti-logit'",
+        "These do: 'alti-logit'",
     ),
     "an input besides a pass": (
         lambda c: tlens.attribute(c.frozen, TEXT, " value"),

@@ -182,7 +182,7 @@ def test_a_method_of_ones_own_is_refused_before_it_is_called(model_named, clean_
 @pytest.mark.parametrize(
     ("needs", "error", "message"),
     [
-        (("pattern",), tlens.RegistryError, "needs 'pattern', which is no requirement; there are 'one_stack'"),
+        (("pattern",), tlens.RegistryError, "needs 'pattern', which is not a requirement; choose from 'one_stack'"),
         ("patterns", tlens.RegistryError, r"needs=\('patterns',\)"),
         ((3,), tlens.InvalidInputError, r"needs=\(3,\); use names of requirements"),
         (3, tlens.InvalidInputError, "needs=3; use names of requirements"),

@@ -31,7 +31,7 @@ QUERIES = [0, 2, 5]
 CPU = torch.device("cpu")
 BRIDGES = [name for name in model_names() if name.startswith("bridge/")]
 OTHER_SHAPE = {"bridge/opt-350m"}
-"""Models whose norms cannot be held as wholes: TransformerLens gives the stream another shape there."""
+"""Models whose norms cannot be held as a whole: TransformerLens gives the stream another shape there."""
 
 REFUSED = {
     "bridge/gptj", "bridge/mamba", "bridge/mamba2", "bridge/jamba", "bridge/lfm2", "bridge/llama4", "bridge/gpt-oss",
@@ -294,7 +294,7 @@ def test_every_model_is_the_same_or_refused(name, first, tmp_path, monkeypatch):
     mine, theirs = (each.operator().contributions() for each in (frozen, expected))
     assert torch.allclose(mine, theirs, rtol=0, atol=precision(expected))
     if name in OTHER_SHAPE:
-        with pytest.raises(UnsupportedModelError, match="held as wholes"):
+        with pytest.raises(UnsupportedModelError, match="replaced as a whole"):
             frozen.fwd_hooks()
         mine, theirs = (tlens.attribute(each, 5, method="attnlrp") for each in (frozen, expected))
         assert torch.allclose(mine.scores, theirs.scores, rtol=0, atol=precision(expected))

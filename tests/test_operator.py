@@ -230,7 +230,7 @@ def test_query_counts_real_tokens(frozen):
 
 
 def test_a_slice_is_of_one_query(model_named):
-    with pytest.raises(tlens.InvalidInputError, match="about one"):
+    with pytest.raises(tlens.InvalidInputError, match="one is needed"):
         tlens.freeze(model_named("bridge/gpt2"), some_tokens()).operator().slice("all")
 
 

@@ -240,7 +240,7 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
     assert len(frame)
     for ending in {*RESULT_ENDINGS, *kind.LOADABLE, *kind._writers()}:
         if ending in LOADABLE and ending not in kind.LOADABLE:
-            with pytest.raises(tlens.InvalidInputError, match="no kind of file"):
+            with pytest.raises(tlens.InvalidInputError, match="not a supported ending"):
                 kind.save(tmp_path / f"a{ending}")
             continue
         path = kind.save(tmp_path / f"a{ending}")
@@ -256,7 +256,7 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
     assert len(pd.read_parquet(tmp_path / "a.parquet")) == len(frame)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     for wrong in ("a.txt", "a.pickle", "a.pt", "v0.2"):
-        with pytest.raises(tlens.InvalidInputError, match=r"no kind of file .* Use one of \..*\.") as refused:
+        with pytest.raises(tlens.InvalidInputError, match=r"not a supported ending .* Use one of \..*\.") as refused:
             kind.save(tmp_path / wrong)
         assert not (tmp_path / wrong).exists()
         assert str(refused.value).endswith("or no ending.") == ("" in kind.LOADABLE)
@@ -637,7 +637,7 @@ def test_save_draws_the_prompt_that_was_chosen(tmp_path):
     with pytest.raises(tlens.InvalidInputError, match="holds 2 prompts"):
         attribution.save(tmp_path / "third.svg", batch=2)
     circuit = result("Circuit")
-    with pytest.raises(tlens.InvalidInputError, match="Circuit has no prompt to choose"):
+    with pytest.raises(tlens.InvalidInputError, match="Circuit does not show a single prompt"):
         circuit.save(tmp_path / "circuit.svg", batch=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "second.svg"]
 
@@ -699,7 +699,7 @@ def test_k_and_names_are_checked_in_one_way(name):
     for call in calls:
         with pytest.raises(tlens.InvalidInputError, match="k=0: pass at least 1"):
             call(k=0)
-        with pytest.raises(tlens.InvalidInputError, match=r"'quary' is nothing that can be chosen of this \w+; pass k"):
+        with pytest.raises(tlens.InvalidInputError, match=r"'quary' cannot be chosen for this \w+; pass k"):
             call(quary=1)
         with pytest.raises(TypeError, match="positional argument"):
             call(1, 2)

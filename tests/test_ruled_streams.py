@@ -208,7 +208,7 @@ def test_what_makes_no_sense_is_refused(model_named):
         circuits.logit_attribution,
         circuits.routes,
     ):
-        with pytest.raises(tlens.InvalidInputError, match="a rule is of one run"):
+        with pytest.raises(tlens.InvalidInputError, match="a rule applies to one run"):
             asked(change, **ASKED, rule="gim")
         with pytest.raises(tlens.InvalidInputError, match="use one of"):
             asked(clean, **ASKED, rule="guess")

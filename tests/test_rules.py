@@ -88,7 +88,7 @@ def test_a_rule_that_says_affine_and_is_not_is_refused(what):
     rule = replace(FROZEN, **BROKEN[what])
     frozen = tlens.freeze(tiny_model("bridge/llama"), some_tokens(1))
     loose = tlens.attribute(frozen, **ASKED, rule=replace(rule, affine=False))
-    numbers = rf"sum to -?[\d.e-]+, and the model's number is {float(loose.total):.6g}: "
+    numbers = rf"sum to -?[\d.e-]+, but the model's number is {float(loose.total):.6g}: "
     with pytest.raises(tlens.NumericalError, match=numbers):
         tlens.attribute(frozen, **ASKED, rule=rule)
 
@@ -184,12 +184,12 @@ def test_rules_that_make_no_sense_are_refused():
     change = tlens.difference(clean, corrupted)
     wrong = {
         "Did you mean 'attnlrp'": lambda: tlens.attribute(clean, **ASKED, rule="attn-lrp"),
-        "are two answers": lambda: tlens.attribute(clean, **ASKED, rule="gim", method="gim"),
+        "exclude each other": lambda: tlens.attribute(clean, **ASKED, rule="gim", method="gim"),
         "explains one run": lambda: tlens.attribute(change, **ASKED, rule="gim"),
         "is of two runs": lambda: tlens.attribute(clean, **ASKED, rule="secant"),
         "with method='gradient'": lambda: circuits.patch_scores(clean, corrupted, **ASKED, rule="gim", method="frozen"),
         "use it with method": lambda: circuits.edge_scores(clean, corrupted, **ASKED, rule="gim", method="patching"),
-        "a rule is of one run": lambda: circuits.total_effects(change, **ASKED, rule="gim"),
+        "a rule applies to one run": lambda: circuits.total_effects(change, **ASKED, rule="gim"),
         "leave live out": lambda: circuits.total_effects(clean, **ASKED, rule="gim", live=True),
     }
     for message, ask in wrong.items():

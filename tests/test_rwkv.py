@@ -170,7 +170,7 @@ def test_a_pass_is_of_the_mode_that_it_was_frozen_in():
     model = tiny_model(NAME)
     frozen = tlens.freeze(model, some_tokens())
     model.train()
-    with pytest.raises(tlens.FrozenModelError, match="put in train mode"):
+    with pytest.raises(tlens.FrozenModelError, match="switched between train and eval mode"):
         tlens.attribute(frozen, 7)
     model.eval()
     assert tlens.attribute(frozen, 7).gap.max() < 1e-9

@@ -81,7 +81,7 @@ def test_classes_are_read_where_the_model_reads_them(frozen):
     assert tlens.attribute(frozen, target=3).queries.tolist() == [[0], [0]]
     assert tlens.attribute(frozen, target=3).target == "logit of 'LABEL_3'"
     for query in (1, slice(0, 2), "all"):
-        with pytest.raises(tlens.InvalidInputError, match="at position 0 alone; use query=0"):
+        with pytest.raises(tlens.InvalidInputError, match="only at position 0; use query=0"):
             op.target(3, query=query)
     for label in ("LABEL_9", "3"):
         with pytest.raises(tlens.InvalidInputError, match="is no class of this model"):
@@ -450,7 +450,7 @@ def test_what_replaces_a_piece_of_an_image_reaches_the_first_block(family):
         change = own - model(**frozen.inputs).detach()[0, -1, 11]
     assert close(mean.scores.sum() + mean.bias.sum(), change, 1e-6)
     assert bool((mean.scores[0, 0, 2:6].abs() > 1e-4).all())
-    with pytest.raises(tlens.InvalidInputError, match="stands for a piece of an image itself"):
+    with pytest.raises(tlens.InvalidInputError, match="represents a piece of an image"):
         tlens.attribute(frozen, 11, method="leave-one-out", replacement=47)
 
 

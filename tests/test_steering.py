@@ -382,7 +382,7 @@ def test_the_same_patch_in_both_runs_is_no_source(model_named):
 def test_a_patched_run_by_itself_has_no_map_where_it_was_patched(model_named):
     model = model_named("bridge/gpt2")
     run, plain = patched_and_plain(model, "blocks.1.hook_resid_pre", patched_at_a_position)
-    match = r"blocks\.0 .*a hook at blocks\.1\.hook_resid_pre put values in the place.*difference"
+    match = r"blocks\.0 .*a hook at blocks\.1\.hook_resid_pre replaced values.*difference"
     for question in (
         lambda: run.operator(),
         lambda: tlens.attribute(run, TARGET),
@@ -415,7 +415,7 @@ def test_circuits_of_a_patch_are_not_run(model_named):
     model = model_named("bridge/gpt2")
     run, plain = patched_and_plain(model, "blocks.1.hook_resid_pre", patched_at_a_position)
     edges = circuits.edge_scores(run, plain, TARGET, method="difference")
-    with pytest.raises(tlens.UnsupportedModelError, match="put values in the place"):
+    with pytest.raises(tlens.UnsupportedModelError, match="replaced values that the model computes"):
         circuits.run_circuits(run, plain, edges.circuit(3), TARGET)
 
 

@@ -3,16 +3,16 @@
 | module | question |
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
-| `primitives` | which maps is everything made of? |
-| `segments` | what acts on one side of an encoder–decoder, attends across, or adds several streams to each other? |
-| `routing` | what acts on some tokens only, on another device, or with a pattern that is recomputed? |
-| `recursion` | what passes from each position to the next, and what do state-space layers pass on? |
-| `secants` | which maps take the difference of what two runs read to that of what they give? |
+| `primitives` | which maps are all others made of? |
+| `segments` | which maps act on one side of an encoder–decoder, attend across it, or add several streams? |
+| `routing` | which maps act on some tokens only, or recompute their attention pattern? |
+| `recursion` | which maps carry a state from position to position, as state-space layers do? |
+| `secants` | which maps take the difference of two runs' inputs to the difference of their outputs? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
-| `bias_spreading` | where does each bias go, if source tokens are to have it? |
+| `bias_spreading` | how is each bias spread over the source tokens? |
 | `probes` | how is a norm estimated from random rows? |
 | `memory` | how much may be allocated at once? |
-| `progress` | how far is long work, and where can it be stopped? |
+| `progress` | how is progress reported, and where can long work be cancelled? |
 | `numerics` | how far apart are two results? |
 """
 

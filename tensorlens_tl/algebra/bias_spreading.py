@@ -1,11 +1,11 @@
-"""Vectors of every source token through the whole model, with biases spread over them stage by stage.
+"""Vectors of every source token taken through the whole model, with biases spread over them stage by stage.
 
-The operator leaves all biases in one term. DecompX (Modarressi et al. 2023) instead gives every bias, where it is
-added, to the source tokens in proportion to some affinity with their vectors at that stage. A frozen map is a chain of
-stages, each with its own bias, so this is a walk along the chain; what a stage is makes no difference.
+The operator leaves all biases in one term. DecompX (Modarressi et al. 2023) instead distributes every bias, where it is
+added, over the source tokens in proportion to some affinity with their vectors at that stage. A frozen map is a chain
+of stages, each with its own bias, so this is a walk along the chain, whatever the stages are.
 
-Attention's bias (pattern·b_V·W_O + b_O) is spread after the residual connection, as the original does. Memory is the
-vectors themselves plus one chunk: attention works on some source tokens at a time, everything else on some queries.
+Attention's bias (pattern·b_V·W_O + b_O) is spread after the residual connection, as in the original. Memory is the
+vectors themselves plus one chunk: attention works on a few source tokens at a time, everything else on a few queries.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ BiasRule = Literal["absdot", "norm", "equal", "abssim", "dot", "cls", "token", "
 BIAS_RULES: tuple[BiasRule, ...] = get_args(BiasRule)
 
 CHUNK_BUDGET = 48 * 2**20
-"""Bytes that a chunk may take besides the vectors themselves, unless another bound is given."""
+"""Default number of bytes that a chunk may take in addition to the vectors themselves."""
 
 _AFFINITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "absdot": lambda v, b: (v * b).sum(-1).abs(),
@@ -38,12 +38,12 @@ _AFFINITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How a bias is given to source vectors.
+    """A rule that distributes a bias over source vectors.
 
     Attributes:
         rule: `"absdot"` |v·b|, `"dot"` v·b, `"norm"` ‖v‖, `"abssim"` |cos(v, b)|, `"equal"`, `"cls"` (all to the first
             real token), `"token"` (all to one extra source, the last row), `"none"` (dropped).
-        reach: `[key, batch, query]`, True where source token `key` can reach `query`: only those get a share.
+        reach: `[key, batch, query]`, True where source token `key` can reach `query`; only such tokens get a share.
         first: each prompt's first real token, `[batch]`.
         budget: bytes that a chunk may take.
     """
@@ -54,7 +54,7 @@ class Spread:
     budget: int = CHUNK_BUDGET
 
     def add_everywhere(self, vectors: Tensor, bias: Tensor) -> Tensor:
-        """All vectors plus their shares of a bias, in place, a few queries at a time."""
+        """Add their shares of a bias to all vectors in place, a few queries at a time."""
         if bias is ZERO or self.rule == "none":
             return vectors
         rows, batch, pos, width = vectors.shape
@@ -66,11 +66,11 @@ class Spread:
         return vectors
 
     def step(self, bytes_per_item: int, most: int) -> int:
-        """How many items fit a chunk: a few chunks at least, so that a causal model's empty triangle is skipped."""
+        """Return the items per chunk, with at least four chunks so that a causal model's empty triangle is skipped."""
         return max(1, min(self.budget // max(bytes_per_item, 1), -(-most // 4)))
 
     def add(self, vectors: Tensor, bias: Tensor, rows: slice, queries: slice) -> Tensor:
-        """Vectors `[rows, batch, queries, d]` plus their shares of a bias."""
+        """Return vectors `[rows, batch, queries, d]` plus their shares of a bias."""
         if bias is ZERO or self.rule == "none":
             return vectors
         if bias.ndim == 1:
@@ -92,7 +92,7 @@ class Spread:
 
 
 def check_bias_rule(rule: str) -> BiasRule:
-    """The rule itself; raises `InvalidInputError` unless it is one of `BIAS_RULES`."""
+    """Return the rule, or raise `InvalidInputError` if it is not one of `BIAS_RULES`."""
     for known in BIAS_RULES:
         if rule == known:
             return known
@@ -103,11 +103,10 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
     """Take source vectors through a map, spreading each bias where it is added.
 
     Args:
-        m: a block, a norm, a prediction head, or a chain of them; any map.
-        vectors: `[key, batch, query, d]`, changed in place where the width stays.
-        spread: the bias rule.
+        m: any map: a block, a norm, a prediction head, or a chain of them.
+        vectors: `[key, batch, query, d]`, changed in place if the width stays the same.
         causal: whether source token k is zero before query k, so that the empty triangle can be skipped.
-        width: numbers that one vector takes on its way through a stage, which sizes the chunks.
+        width: how many numbers one vector takes while it goes through a stage, which sizes the chunks.
     """
     for stage in m.steps:
         if isinstance(stage, Segment) and not stage.only:
@@ -122,9 +121,9 @@ def walk(m: AffineMap, vectors: Tensor, spread: Spread, *, causal: bool, width: 
 
 
 def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
-    """A step that mixes positions, with a residual connection and a parallel MLP or without.
+    """A step that mixes positions, with or without a residual connection and a parallel MLP.
 
-    Source tokens are independent but for biases, so a few of them go through at a time.
+    Apart from biases, source tokens are independent, so a few of them go through at a time.
     """
     mixing = [term for term in stage.summands if term.mixes]
     residual = any(term.is_identity for term in stage.summands)
@@ -158,7 +157,7 @@ def _mixing(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, wid
 
 
 def _positionwise(stage: AffineMap, vectors: Tensor, spread: Spread, causal: bool, width: int) -> Tensor:
-    """A norm, a residual MLP, a linear map: queries are independent."""
+    """A step that does not mix positions, such as a norm, a residual MLP or a linear map: queries are independent."""
     rows, batch, pos = vectors.shape[:3]
     step = spread.step(rows * batch * width * vectors.element_size(), pos)
     result = vectors
@@ -169,7 +168,7 @@ def _positionwise(stage: AffineMap, vectors: Tensor, spread: Spread, causal: boo
             live = slice(0, queries.stop)
         add = partial(spread.add, rows=live, queries=queries)
         output = stage.at(queries).push_adding(vectors[live, :, queries], add)
-        if output.shape[-1] != result.shape[-1]:  # another width: vectors cannot be changed in place
+        if output.shape[-1] != result.shape[-1]:  # the width changes: not possible in place
             result = vectors.new_zeros(*vectors.shape[:3], output.shape[-1])
         result[live, :, queries] = output
     return result

@@ -1,12 +1,11 @@
 """A small algebra of affine maps of the residual stream.
 
-Every map knows how to `push` a vector through its linear part, how to `pull` one back through the adjoint, and its
-`bias`. Primitives (`tensorlens_tl.algebra.primitives`) are `Identity`, `Linear`, `Diagonal`, `Norm` and `Attention`;
-`Sum`, `Chain` and `Transpose` combine them, and nothing else in the library multiplies matrices.
+Every map can `push` a vector through its linear part and `pull` one back through the adjoint, and has a `bias`. The
+primitives (`tensorlens_tl.algebra.primitives`) are `Identity`, `Linear`, `Diagonal`, `Norm` and `Attention`; `Sum`,
+`Chain` and `Transpose` combine them, and nothing else in the library multiplies matrices.
 
-Vectors are `[*rows, batch, pos, d]`. The leading `*rows` carry many vectors through one product: that axis is how
-tokens, basis vectors, probes and targets are all handled without a loop. `batch` and `pos` are always the frozen
-prompt's.
+Vectors are `[*rows, batch, pos, d]`. The leading `*rows` carry many vectors through one product, so tokens, basis
+vectors, probes and targets need no loop. `batch` and `pos` are always those of the frozen prompt.
 
     >>> import torch
     >>> from tensorlens_tl.algebra import Linear
@@ -19,10 +18,10 @@ prompt's.
     >>> both.pull(torch.ones(5, 1, 1, 3)).shape
     torch.Size([5, 1, 1, 3])
 
-**To write a map**, inherit from `PositionwiseMap` (an output position reads the same input position and no other) or
-from `MixingMap`, and define every abstract member; nothing else in the library needs to know the new class, and one
-that lacks a rule cannot be instantiated. Classes are either abstract (those two and `AffineMap`) or final.
-`tensorlens_tl.testing.check_map` tries every rule.
+**To write a map**, inherit from `PositionwiseMap` (an output position reads only the same input position) or from
+`MixingMap`, and define every abstract member: a class that lacks one cannot be instantiated. Nothing else in the
+library needs to know the new class. Classes are either abstract (those two and `AffineMap`) or final.
+`tensorlens_tl.testing.check_map` checks every rule.
 """
 
 from abc import ABC, abstractmethod
@@ -42,11 +41,11 @@ ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
 
 SHOWN = 6
-"""Stages that the repr of a chain writes out."""
+"""Maximal number of stages in the repr of a chain."""
 
 
 class AffineMap(ABC):
-    """``m(x) = m.push(x) + m.bias``, with the adjoint of the linear part in ``m.pull``.
+    """An affine map ``m(x) = m.push(x) + m.bias``, with the adjoint of its linear part in ``m.pull``.
 
     >>> block = frozen.maps.block_map(0)
     >>> x = frozen.resid_pre(0)
@@ -56,33 +55,33 @@ class AffineMap(ABC):
     True
     """
 
-    # ------------------------------------------------------------------ what a map defines
+    # ------------------------------------------------------------------ members that a map defines
 
     @property
     @abstractmethod
     def bias(self) -> Tensor:
-        """What the map adds besides its linear part; broadcasts to `[batch, pos, d_out]`. `ZERO` if nothing."""
+        """The constant part of the map, broadcastable to `[batch, pos, d_out]`; `ZERO` if there is none."""
 
     @property
     @abstractmethod
     def mixes(self) -> bool:
-        """Whether an output position may depend on another input position."""
+        """Whether an output position may depend on other input positions."""
 
     @abstractmethod
     def at(self, where: Where) -> "AffineMap":
-        """The map cut to some positions, at its input and its output alike.
+        """Restrict the map to some positions, of both its input and its output.
 
-        A map that mixes positions is only ever cut to a slice, and only where the positions left out do not matter:
-        where vectors live in the slice alone and nothing outside it is asked for.
+        A map that mixes positions can only be restricted to a slice, and only if no vector lives outside the slice and
+        no result outside it is needed.
         """
 
     @abstractmethod
     def norm_bound(self) -> float:
-        """An upper bound of the largest singular value of the linear part."""
+        """An upper bound on the largest singular value of the linear part."""
 
     @abstractmethod
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        """The linear part of `x`, plus the bias where `affine`."""
+        """The linear part of `x`, plus the bias if `affine`."""
 
     @abstractmethod
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
@@ -92,12 +91,12 @@ class AffineMap(ABC):
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         """The adjoint for vectors `[row, batch, live, d_out]` that live `here`.
 
-        A map that mixes positions returns what arrives at the `destination`, any other map what stays `here`. Nothing
+        A map that mixes positions returns the vectors at the `destination`; any other map returns them `here`. Nothing
         lives outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
         """
 
     def _pull_alone(self, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
-        """`_pull` of a map that treats positions alone: the adjoint of the map cut to where the vectors live."""
+        """`_pull` for a map that does not mix positions: the adjoint, restricted to where the vectors live."""
         terms = collector(biases)
         pulled = self.at(here)._backward(g, terms)
         if biases is not None:
@@ -107,95 +106,95 @@ class AffineMap(ABC):
     def _pull_among(
         self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None
     ) -> Tensor:
-        """`_pull` of any map: vectors are placed among all positions within reach, and what is asked for is taken."""
+        """`_pull` for any map: place the vectors among all positions in reach, and return those at the destination."""
         pulled = self._pull_alone(spread_to(g, here, reach), reach, biases)
         return pulled if destination == reach else pulled[:, :, destination]
 
     @property
     def needs_positions(self) -> bool:
-        """Whether it passes something on from position to position without knowing how many there are.
+        """Whether the map mixes positions without knowing how many there are.
 
-        A bias that is given once for all positions must be given at each of them before it goes through such a map.
+        A bias given once for all positions must be expanded to every position before it goes through such a map.
         """
         return any(part.needs_positions for part in self.parts)
 
     @property
     def positions(self) -> int | None:
-        """How many positions it was made for, if what it holds says so."""
+        """The number of positions that the map's tensors are made for; None if they do not determine it."""
         return next((part.positions for part in self.parts if part.positions is not None), None)
 
     @property
     def parts(self) -> tuple["AffineMap", ...]:
-        """The maps that it is made of, if it is made of maps."""
+        """The maps that this map combines; empty for a primitive."""
         return ()
 
     @property
     def is_identity(self) -> bool:
-        """Whether it is the identity, such as a residual connection."""
+        """Whether the map is the identity, such as a residual connection."""
         return False
 
     @property
     def is_segment(self) -> bool:
-        """Whether it acts on some positions and leaves the others as they are."""
+        """Whether the map acts on some positions and leaves the others unchanged."""
         return False
 
-    # ------------------------------------------------------------------ what a map is put together of
+    # ------------------------------------------------------------------ the structure of a map
 
     @property
     def summands(self) -> tuple["AffineMap", ...]:
-        """The branches that add up to it; one that is no sum is its only summand."""
+        """The branches that add up to the map; a map that is not a sum is its only summand."""
         return (self,)
 
     @property
     def steps(self) -> tuple["AffineMap", ...]:
-        """The stages that vectors of source tokens take one at a time: a chain's, others are one step."""
+        """The stages that vectors of source tokens go through one at a time; any map but a chain is a single step."""
         return (self,)
 
     def component(self, number: int) -> "AffineMap":
-        """One of the maps that stand side by side in it: a head of attention, a term of `Beside`; else all of it."""
+        """Return one parallel component, such as a head or a term of `Beside`; by default the whole map."""
         return self
 
     @property
     def components(self) -> int:
-        """How many maps stand side by side in it; 1 where they are no parts of it."""
+        """The number of parallel components, such as heads; 1 if the map has none."""
         return 1
 
     def group_read_by(self, number: int) -> tuple[int, int]:
-        """Which group of its input's channels a component reads, and of how many equal groups."""
+        """Return which group of input channels a component reads, and the number of equal groups."""
         return 0, 1
 
     def of_group(self, group: int, groups: int) -> "AffineMap":
-        """The map that gives one of several equal groups of its output's channels, and nothing else."""
+        """Return the map restricted to one of several equal groups of its output channels."""
         if groups == 1:
             return self
         return Chain((*stages_of(self), ChannelGroup(group, groups)))
 
     @property
     def is_channelwise(self) -> bool:
-        """Whether every output channel reads the same channel of the input and no other."""
+        """Whether every output channel reads only the same input channel."""
         return False
 
     def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """The linear part of `x`, with ``add(vectors, bias)`` called wherever a bias is added."""
+        """Apply the linear part to `x`, calling ``add(vectors, bias)`` wherever a bias is added."""
         return add(self.push(x), self.bias)
 
     def push_groups(
         self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
     ) -> Float[Tensor, "group *rows batch pos d_out"]:
-        """The linear part of each of several equal groups of the input's channels by itself: what each head writes."""
+        """Push each of several equal groups of input channels separately: each head's output, for instance."""
         alone = torch.diag_embed(x.unflatten(-1, (groups, -1)).movedim(-1, 0))  # [channel, *rows, batch, pos, n, n]
         return self.push(alone.movedim(-1, 0).movedim(1, -1).flatten(-2))
 
-    # ------------------------------------------------------------------ what every map can do
+    # ------------------------------------------------------------------ operations of every map
 
     def push(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
-        """The linear part, J·x, for every row.
+        """Apply the linear part, J·x, to every row.
 
         Args:
-            x: vectors; any number of leading rows.
+            x: the vectors; any number of leading rows.
 
         Returns:
-            As many vectors, of the output's width.
+            One vector of the output width for each input vector.
 
         Raises:
             InvalidInputError: inside ``torch.autocast``.
@@ -208,18 +207,18 @@ class AffineMap(ABC):
         return self._forward(x, affine=False)
 
     def __call__(self, x: Float[Tensor, "*rows batch pos d_in"]) -> Float[Tensor, "*rows batch pos d_out"]:
-        """The whole map, J·x + bias, at the cost of one push."""
+        """Apply the whole map, J·x + bias, at the cost of one push."""
         refuse_autocast(x.device)
         return self._forward(x, affine=True)
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "*rows batch pos d_in"]:
-        """The adjoint of the linear part, Jᵀ·g, for every row.
+        """Apply the adjoint of the linear part, Jᵀ·g, to every row.
 
         Args:
-            g: vectors where the map ends; any number of leading rows.
+            g: vectors at the map's output; any number of leading rows.
 
         Returns:
-            As many vectors, of the input's width.
+            One vector of the input width for each vector in `g`.
 
         Raises:
             InvalidInputError: inside ``torch.autocast``.
@@ -234,13 +233,13 @@ class AffineMap(ABC):
     def pull_with_bias(
         self, g: Float[Tensor, "*rows batch pos d_out"]
     ) -> tuple[Float[Tensor, "*rows batch pos d_in"], Float[Tensor, "*rows batch"]]:
-        """``(Jᵀ·g, ⟨g, bias⟩)`` for every row, the second by the adjoint as well, so the bias is never pushed.
+        """Return ``(Jᵀ·g, ⟨g, bias⟩)`` for every row; the second uses the adjoint too, so the bias is never pushed.
 
         Args:
-            g: vectors where the map ends; any number of leading rows.
+            g: vectors at the map's output; any number of leading rows.
 
         Returns:
-            As many vectors, of the input's width, and one number for each row and prompt.
+            One vector of the input width for each vector in `g`, and one number for each row and prompt.
 
         Raises:
             InvalidInputError: inside ``torch.autocast``.
@@ -261,22 +260,22 @@ class AffineMap(ABC):
         causal: bool,
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
-        """Pull vectors at one position per row, or at some neighbouring ones, back to the source tokens.
+        """Pull vectors at one position per row, or at a slice of positions, back to the source tokens.
 
-        No other position is touched.
+        No other position is computed.
 
         Args:
-            vectors: one per row and prompt; where `queries` is a slice, one for each of its positions,
+            vectors: one per row and prompt; if `queries` is a slice, one for each of its positions,
                 `[row, batch, live, d_out]`.
-            queries: where they live.
-            sources: the source tokens that are wanted, ascending, or None for all.
+            queries: the positions of the vectors.
+            sources: the source tokens to pull to, ascending, or None for all.
             length: the number of positions.
-            causal: whether no part of the map looks forward: then nothing lives after the last query.
-            biases: takes ⟨vector, bias⟩ of every primitive, at the positions where the vector lived, if a list. With
-                `sources`, biases before the first stage that mixes positions are counted at those alone.
+            causal: whether no part of the map looks ahead: then nothing lives after the last query.
+            biases: a list that collects ⟨vector, bias⟩ of every primitive, at the positions where the vector lived;
+                with `sources`, biases before the first stage that mixes positions only at those tokens.
 
         Returns:
-            The pulled vectors at the source tokens, as far as the last query can reach: those after it are zero.
+            The pulled vectors at the source tokens up to the last query; those at later tokens are zero and left out.
         """
         refuse_autocast(vectors.device)
         if isinstance(queries, slice):
@@ -291,7 +290,7 @@ class AffineMap(ABC):
         reached = count = reach.stop
         if sources is not None:
             reached = sum(source < reach.stop for source in sources)
-            destination = sources[:reached] or [0]  # where no source is reached, one is pulled to and cut off
+            destination = sources[:reached] or [0]  # if no source is reached, pull to one and cut it off below
             count = len(destination)
         g = self._pull(vectors, queries, destination, reach, biases)
         if not self.mixes:
@@ -300,7 +299,7 @@ class AffineMap(ABC):
 
     @property
     def T(self) -> "AffineMap":
-        """The adjoint of the linear part as a map of its own, with bias zero."""
+        """The adjoint of the linear part as a map, with bias zero."""
         return Transpose(self)
 
     def __matmul__(self, other: "AffineMap") -> "Chain":
@@ -312,11 +311,11 @@ class AffineMap(ABC):
 
 
 class PositionwiseMap(AffineMap):
-    """A map that treats every position by itself; `at` must take any kind of positions."""
+    """A map that treats every position separately; `at` must accept any kind of positions."""
 
     @property
     def mixes(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
@@ -324,11 +323,11 @@ class PositionwiseMap(AffineMap):
 
 
 class MixingMap(AffineMap):
-    """A map whose positions depend on each other; `at` must take a slice of positions."""
+    """A map whose output positions depend on several input positions; `at` must accept a slice of positions."""
 
     @property
     def mixes(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
@@ -336,12 +335,12 @@ class MixingMap(AffineMap):
 
 
 def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
-    """What a primitive's `_backward` does with its bias: append ⟨g, bias⟩ per position, if anybody collects them.
+    """Append ⟨g, bias⟩ per position to `biases`, as the `_backward` of a primitive with a bias must do.
 
     Args:
         g: the vector that is pulled, `[*rows, batch, pos, d_out]`.
-        bias: of the primitive.
-        biases: takes `[*rows, batch, pos]`; None where nobody collects them.
+        bias: the bias of the primitive.
+        biases: the list that receives `[*rows, batch, pos]`; None to skip.
 
     >>> from tensorlens_tl.algebra import note_bias
     >>> terms = []
@@ -356,17 +355,17 @@ def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
 
 
 def collector(biases: list[Any] | None) -> list[Tensor] | None:
-    """An empty list for the bias terms of an inner map, if anybody collects them; else None."""
+    """Return an empty list for the bias terms of an inner map, or None if biases are not collected."""
     return None if biases is None else []
 
 
 def bias_of(offset: Tensor | None) -> Tensor:
-    """The bias of a map with this offset: `ZERO` where it has none."""
+    """Return `offset`, or `ZERO` if there is none."""
     return ZERO if offset is None else offset
 
 
 def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
-    """The stages of a chain, those of chains inside it among them; any other map is one stage.
+    """Return the stages of a chain, with nested chains flattened; any other map is a single stage.
 
     >>> from tensorlens_tl.algebra import Identity, Linear, stages_of
     >>> stages_of(Linear(torch.ones(2, 3)) @ Identity())
@@ -418,7 +417,7 @@ class ChannelGroup(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(AffineMap):
-    """Maps applied one after the other; `stages` are in the order of application, each with its bias.
+    """Maps applied one after the other; `stages` are in order of application, each with its own bias.
 
     >>> from tensorlens_tl.algebra import Chain, Linear
     >>> Chain((Linear(torch.ones(2, 3)), Linear(torch.ones(3, 4))))
@@ -442,10 +441,10 @@ class Chain(AffineMap):
         return bias
 
     def _accepted_by(self, stage: AffineMap, bias: Tensor) -> Tensor:
-        """A bias as vectors that a stage accepts; one vector for all positions becomes `[1, 1, d]` and broadcasts.
+        """Return the bias as vectors that a stage accepts; one vector for all positions becomes `[1, 1, d]`.
 
         Raises:
-            TypeError: the stage would take it for a single position, and nothing tells how many there are.
+            TypeError: the stage would take it for a single position, and the number of positions is unknown.
         """
         if bias.ndim < 3:
             bias = bias[None, None]
@@ -454,7 +453,7 @@ class Chain(AffineMap):
         if self.positions is None:
             raise TypeError(
                 f"{stage} does not know how many positions there are, but the bias before it is given once for all of "
-                "them. Give it at every position, as the offset of a Diagonal [batch, pos, d]."
+                "them. Pass the bias at every position, as the offset of a Diagonal [batch, pos, d]."
             )
         return bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
 
@@ -464,7 +463,7 @@ class Chain(AffineMap):
 
     @property
     def steps(self) -> tuple[AffineMap, ...]:
-        """Its stages; chains among them are taken apart where they mix positions, or act on some alone."""
+        """Its stages; nested chains are flattened if they mix positions or contain a segment."""
         steps: list[AffineMap] = []
         for stage in self.stages:
             apart = stage.mixes or any(part.is_segment for part in stage.parts)
@@ -472,9 +471,10 @@ class Chain(AffineMap):
         return tuple(steps)
 
     def component(self, number: int) -> "Chain":
-        """What one component of the last stage gives, with what it reads of the stages before, and nothing else.
+        """Return one component of the last stage, with only what it reads of the earlier stages.
 
-        Where the last stages treat each channel alone, it is of the stage before them that has components.
+        Trailing channelwise stages are skipped: the component is that of the stage before them, restricted to its
+        channels.
         """
         *before, last = self.stages
         after: list[AffineMap] = []
@@ -486,7 +486,7 @@ class Chain(AffineMap):
         return Chain((*read.stages, last.component(number), *cut))
 
     def of_group(self, group: int, groups: int) -> "Chain":
-        """Cut at its end: the last stage that mixes channels, and what treats each channel alone after it."""
+        """Restrict the last stage that mixes channels, and the channelwise stages after it, to one group."""
         if groups == 1:
             return self
         stages = list(self.stages)
@@ -499,14 +499,14 @@ class Chain(AffineMap):
     def push_groups(
         self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
     ) -> Float[Tensor, "group *rows batch pos d_out"]:
-        """Apart in the first stage, side by side as rows in the others."""
+        """Push the groups separately through the first stage, and side by side as rows through the others."""
         if not self.stages:
             return super().push_groups(x, groups)
         first, *others = self.stages
         return Chain(tuple(others)).push(first.push_groups(x, groups))
 
     def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Stage by stage, each bias where it is added."""
+        """Go stage by stage, adding each bias where it occurs."""
         for stage in self.stages:
             x = stage.push_adding(x, add)
         return x
@@ -537,7 +537,7 @@ class Chain(AffineMap):
         return g
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        # the first stage to mix positions is the last one pulled through: before it no other position matters
+        # the first stage that mixes positions is pulled through last of these: before it no other position matters
         first = next((number for number, stage in enumerate(self.stages) if stage.mixes), None)
         for number, stage in reversed(list(enumerate(self.stages))):
             note_progress()
@@ -574,7 +574,7 @@ class Sum(AffineMap):
         return self.terms
 
     def push_adding(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Each branch by itself, its biases where they are added."""
+        """Go through each branch separately, adding its biases where they occur."""
         return torch.stack([term.push_adding(x, add) for term in self.terms]).sum(0)
 
     @property

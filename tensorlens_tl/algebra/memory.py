@@ -1,4 +1,4 @@
-"""How much may be allocated at once: results that are too large are refused, work is cut into chunks of rows."""
+"""Memory bounds: results that are too large raise an error, and work is cut into chunks of rows."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -18,19 +18,19 @@ else:
     Memory = Any  # `in_bytes` says what is wrong with a bound
 
 WORKING_BYTES = 256 * 2**20
-"""What an operation may allocate beyond its result where `memory=` does not say otherwise."""
+"""Default number of bytes that an operation may allocate beyond its result (`memory=`)."""
 
 MOST_BYTES = 4 * 2**30
-"""Largest tensor that `slice`, `dense` and `contributions` return."""
+"""Size in bytes of the largest tensor that `slice`, `dense` and `contributions` return."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def in_bytes(memory: Memory) -> int:
-    """A bound as bytes: an integer, or ``"512MB"``, ``"1.5GiB"``; None is `WORKING_BYTES`.
+    """Return a bound in bytes: an integer, or text such as ``"512MB"`` or ``"1.5GiB"``; None means `WORKING_BYTES`.
 
     Raises:
-        InvalidInputError: neither, or not positive.
+        InvalidInputError: `memory` cannot be read, or is not positive.
     """
     if memory is None:
         return WORKING_BYTES
@@ -47,7 +47,7 @@ def in_bytes(memory: Memory) -> int:
 
 
 def check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise `SizeError` where a result would be larger than `MOST_BYTES`."""
+    """Raise `SizeError` if a result would be larger than `MOST_BYTES`."""
     size = like.element_size()
     for length in shape:
         size *= length
@@ -60,11 +60,11 @@ def check_size(what: str, shape: tuple[int, ...], like: Tensor) -> None:
 
 
 def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int = 1) -> Iterator[range]:
-    """At least `parts` ranges of rows that fit the bound; a progress bar on long work.
+    """Yield at least `parts` ranges of rows that fit the bound, with a progress bar for long work.
 
     Raises:
         InvalidInputError: `memory` cannot be read.
-        SizeError: a single row is larger than a bound that was given.
+        SizeError: a single row exceeds an explicit bound.
     """
     bound = in_bytes(memory)
     if memory is not None and bytes_per_row > bound:
@@ -87,6 +87,6 @@ def _noted(ranges: Iterable[range], what: str, count: int) -> Iterator[range]:
 
 
 def joined(parts: Iterable[Tensor]) -> Tensor:
-    """Chunks of rows as one tensor again; a single chunk is not copied."""
+    """Join chunks of rows into one tensor; a single chunk is not copied."""
     first, *others = parts
     return torch.cat([first, *others]) if others else first

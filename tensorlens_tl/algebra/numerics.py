@@ -1,4 +1,4 @@
-"""Precision and error measures that every layer of the library shares."""
+"""Precision and error measures shared by the whole library."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -14,53 +14,53 @@ Result = TypeVar("Result")
 
 
 def upcast(x: Tensor) -> Tensor:
-    """Half precision as float32, where sums of products would overflow or lose their digits."""
+    """Convert half precision to float32, in which sums of products neither overflow nor lose their digits."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def widest(x: Tensor) -> Tensor:
-    """float64, for sums whose terms cancel; as `upcast` on Apple's GPUs, which have none."""
+    """Convert to float64, for sums whose terms cancel; as `upcast` on Apple's GPUs, which have no float64."""
     return upcast(x) if x.device.type == "mps" else x.double()
 
 
 def plus(x: Float[Tensor, "*any d"], offset: Tensor | None) -> Float[Tensor, "*both d"]:
-    """``x + offset``, where None stands for nothing."""
+    """Return ``x + offset``; None stands for zero."""
     return x if offset is None else x + offset
 
 
 def times(x: Float[Tensor, "*any d"], factor: Tensor | None) -> Float[Tensor, "*both d"]:
-    """``x * factor``, where None stands for 1."""
+    """Return ``x * factor``; None stands for 1."""
     return x if factor is None else x * factor
 
 
 def maybe(function: Callable[[Given], Result], value: Given | None) -> Result | None:
-    """``function(value)``, and None of None: what becomes of a bias that a layer may have or lack."""
+    """Return ``function(value)``, or None if the value is None, such as an optional bias."""
     return None if value is None else function(value)
 
 
 def centred(x: Float[Tensor, "*any d"], subtract: bool = True) -> Float[Tensor, "*any d"]:
-    """Vectors with their own mean subtracted, as LayerNorm does; unchanged unless `subtract` (RMSNorm)."""
+    """Subtract the mean of each vector, as LayerNorm does; unchanged unless `subtract` (RMSNorm)."""
     return x - x.mean(-1, keepdim=True) if subtract else x
 
 
 def product(a: Float[Tensor, "*any m k"], b: Float[Tensor, "*other k n"]) -> Float[Tensor, "*both m n"]:
-    """a·b in the wider dtype of the two (a weight with an adapter in it is wider than a half-precision model's)."""
+    """Return a·b in the wider dtype of the two (a merged adapter may be wider than a half-precision model)."""
     wide = torch.promote_types(a.dtype, b.dtype)
     return a.to(wide) @ b.to(wide)
 
 
 def refuse_nan(what: str, *numbers: Tensor | float) -> None:
-    """Raise `NumericalError` where a number is NaN.
+    """Raise `NumericalError` if a number is NaN.
 
     Args:
-        what: what the numbers are, in words.
+        what: what the numbers are, for the message.
         numbers: tensors of any shape.
     """
     if not any(bool(torch.as_tensor(each).isnan().any()) for each in numbers):
         return
     raise NumericalError(
         f"{what}: NaN. Look for weights that are not finite, "
-        "[name for name, weight in model.named_parameters() if not weight.isfinite().all()]; where all are, use "
+        "[name for name, weight in model.named_parameters() if not weight.isfinite().all()]; if there are none, use "
         "float32 or float64."
     )
 
@@ -71,13 +71,13 @@ def relative_error(
     mask: Bool[Tensor, "..."] | None = None,
     summands: Iterable[Float[Tensor, "*any d"]] = (),
 ) -> float:
-    """‖ours − expected‖ / ‖expected‖ of the worst vector: infinite where shapes differ, NaN where a value is.
+    """Return ‖ours − expected‖ / ‖expected‖ of the worst vector: infinite if shapes differ, NaN if a value is NaN.
 
     Args:
-        ours: vectors that should be `expected`.
-        expected: what they are compared with.
-        mask: True at the vectors that count, one entry for each; None counts all.
-        summands: vectors that others may cancel, even to zero: the rounding of a sum is that of its largest summand.
+        ours: vectors that should equal `expected`.
+        expected: the reference.
+        mask: True at the vectors to compare, one entry for each; None compares all.
+        summands: summands of `expected`, which may cancel: the error of a sum is relative to its largest summand.
     """
     if ours.shape != expected.shape:
         return float("inf")
@@ -94,20 +94,20 @@ def relative_error(
 def relative_gap(
     scores: Float[Tensor, "*any key"], bias: Float[Tensor, "*any"], total: Float[Tensor, "*any"]
 ) -> Float[Tensor, "*any"]:
-    """abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)): how far an additive claim is from holding."""
+    """Return abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), the relative error of an additive claim."""
     return (scores.sum(-1) + bias - total).abs() / size_of_sum(scores, bias)
 
 
 def size_of_sum(scores: Float[Tensor, "*any key"], bias: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Σ abs(scores) + abs(bias), which the gap of a sum is relative to; never zero."""
+    """Return Σ abs(scores) + abs(bias), the denominator of a relative gap; never zero."""
     size = scores.abs().sum(-1) + bias.abs()
     return size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def refuse_autocast(device: torch.device) -> None:
-    """Refuse to compute inside ``torch.autocast``, which rounds some products and not others.
+    """Raise an error inside ``torch.autocast``, which rounds some products and not others.
 
-    Inside, a pass would differ from the model's runs outside, and maps from what was proved of them.
+    There, a pass would differ from the model's runs outside, and maps from the ones that were verified.
 
     Raises:
         InvalidInputError: autocast is on for this kind of device, in this thread.

@@ -1,12 +1,12 @@
 """Where vectors live, so that no work is done for positions that no vector reaches.
 
-A pulled-back vector starts at one query and lives at that position alone until it reaches attention; in a causal model
-it never lives after it. At the other end only some source tokens may be wanted. `AffineMap.pull_between` pulls
-vectors from where they live to where they are wanted and touches nothing else:
+A pulled-back vector starts at one query and lives only at that position until it reaches attention; in a causal model
+it never lives at later positions. At the other end only some source tokens may be wanted. `AffineMap.pull_between`
+pulls vectors from where they live to where they are wanted and computes nothing else:
 
     queries ─(final norm, MLP: one position per row)─ last attention ─(up to the query)─ first attention ─ sources
 
-The functions here know tensors and positions, and nothing about maps.
+The functions here deal with tensors and positions, not with maps.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """One position per row and prompt, where each row's vector lives: vectors are `[row, batch, 1, d]`.
+    """The position of each row's vector in each prompt; vectors are `[row, batch, 1, d]`.
 
     A row axis of length 1 serves all rows.
     """
@@ -30,20 +30,20 @@ Positions = slice | list[int]
 """The same positions for all rows."""
 
 Where = RowPositions | Positions
-"""Where vectors live: a position of their own for each row, or the same positions for all."""
+"""Where vectors live: one position for each row, or the same positions for all rows."""
 
 Queries = RowPositions | slice
-"""Where vectors begin: a position of their own for each row, or the same neighbouring positions for all."""
+"""Where vectors begin: one position for each row, or the same contiguous positions for all rows."""
 
 BiasTerms = list[tuple[Tensor, Where]]
-"""⟨vector, bias⟩ of primitives, `[row, batch, live]` each, and where those positions are."""
+"""⟨vector, bias⟩ of primitives, each `[row, batch, live]` with its positions."""
 
 
 def shared(where: Where) -> Positions:
-    """Positions that are the same for all rows: what a map that mixes positions can be cut to.
+    """Return positions that are the same for all rows, the kind that a map that mixes positions can be restricted to.
 
     Raises:
-        TypeError: a position of its own for each row.
+        TypeError: each row has its own position.
     """
     if isinstance(where, RowPositions):
         raise TypeError("a map that mixes positions cannot be cut to one position per row.")
@@ -51,10 +51,9 @@ def shared(where: Where) -> Positions:
 
 
 def at(tensor: Shaped[Tensor, "*rows batch pos d"], where: Where) -> Shaped[Tensor, "..."]:
-    """What a map holds for each position, cut to the positions where vectors live, `[*rows, batch, live, d]`.
+    """Restrict a tensor with a position axis to the positions where vectors live, `[*rows, batch, live, d]`.
 
-    A position for each row gives `[row, batch, 1, d]`; one vector for all positions (an axis of length 1) serves every
-    one of them.
+    One position for each row gives `[row, batch, 1, d]`; a position axis of length 1 broadcasts.
     """
     if tensor.shape[-2] == 1:
         return tensor
@@ -67,9 +66,9 @@ def at(tensor: Shaped[Tensor, "*rows batch pos d"], where: Where) -> Shaped[Tens
 
 
 def add_at(total: Tensor, vectors: Tensor, here: Where, destination: Positions) -> Tensor:
-    """`total`, which lives at the `destination` and may be overwritten, with vectors added that live `here`.
+    """Add vectors that live `here` to `total`, which lives at the `destination` and may be overwritten.
 
-    Vectors at positions that the destination leaves out are dropped.
+    Vectors at positions outside the destination are dropped.
     """
     if isinstance(here, RowPositions):
         rows = here.positions.expand(vectors.shape[:2])[:, :, None, None]
@@ -89,7 +88,7 @@ def add_at(total: Tensor, vectors: Tensor, here: Where, destination: Positions) 
 
 
 def spread_to(vectors: Tensor, here: Where, reach: slice) -> Float[Tensor, "row batch live d"]:
-    """Vectors that live `here` as vectors at every position of `reach`, zero elsewhere."""
+    """Place vectors that live `here` among all positions of `reach`, zero elsewhere."""
     if not isinstance(here, RowPositions) and here == reach:
         return vectors
     whole = vectors.new_zeros(*vectors.shape[:2], reach.stop, vectors.shape[-1])
@@ -102,23 +101,23 @@ def spread_to(vectors: Tensor, here: Where, reach: slice) -> Float[Tensor, "row 
 def place(
     vectors: Float[Tensor, "rows batch d"], positions: Int[Tensor, "rows batch"], x: Tensor
 ) -> Float[Tensor, "rows batch pos d"]:
-    """Rows that are zero except for one vector at one position per prompt, like `x` otherwise."""
+    """Return rows of the shape of `x` that are zero except for one vector at one position per prompt."""
     placed = x.new_zeros(*vectors.shape[:2], x.shape[1], vectors.shape[-1])
     return add_at(placed, vectors[:, :, None].to(placed.dtype), RowPositions(positions), slice(None))
 
 
 def widened(vectors: Float[Tensor, "*rows some d"], start: int, length: int) -> Float[Tensor, "*rows pos d"]:
-    """Vectors of neighbouring positions, the first of them `start`, among all `length` positions; zero elsewhere."""
+    """Pad vectors at neighbouring positions from `start` on with zeros to all `length` positions."""
     return torch.nn.functional.pad(vectors, (0, 0, start, length - start - vectors.shape[-2]))
 
 
 def in_total(terms: BiasTerms, like: Float[Tensor, "row batch"]) -> Float[Tensor, "row batch"]:
-    """All bias terms, summed."""
+    """Return the sum of all bias terms."""
     return sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(like))
 
 
 def by_position(terms: BiasTerms, like: Float[Tensor, "row batch pos"]) -> Float[Tensor, "row batch pos"]:
-    """Bias terms, summed at the positions where the biases are added."""
+    """Return the bias terms summed at each position where biases are added."""
     total = torch.zeros_like(like)
     for term, where in terms:
         if isinstance(where, RowPositions):

@@ -1,4 +1,4 @@
-"""The primitive maps: identity, matrix, frozen factor, norm with its scale held, attention with its pattern held."""
+"""The primitive maps: identity, matrix, frozen factor, norm with a fixed scale, attention with a fixed pattern."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ class Identity(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Tap(PositionwiseMap):
-    """The identity, which notes the vectors that were last sent through it: forward in ``seen``, back in ``pulled``.
+    """The identity, recording the vectors that last went through it: forward in ``seen``, backward in ``pulled``.
 
     >>> from tensorlens_tl.algebra import Linear, Tap
     >>> seen = {}
@@ -92,8 +92,8 @@ class Tap(PositionwiseMap):
 class Linear(PositionwiseMap):
     """``x @ weight + offset``: the same matrix at every position.
 
-    A weight may be wider than the vectors (an adapter merged in float32 beside a model in bfloat16): products are then
-    computed in the wider dtype, and come back in that of the vectors.
+    The weight may have a wider dtype than the vectors (an adapter merged in float32 into a bfloat16 model): products
+    are then computed in the wider dtype and returned in that of the vectors.
 
     >>> from tensorlens_tl.algebra import Linear
     >>> Linear(torch.eye(2), offset=torch.tensor([0.0, 10.0]))(torch.ones(1, 1, 2))
@@ -124,7 +124,7 @@ class Linear(PositionwiseMap):
     def push_groups(
         self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
     ) -> Float[Tensor, "group *rows batch pos d_out"]:
-        """Each group by its rows of the matrix."""
+        """Multiply each group by its own rows of the matrix."""
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         vectors = x.to(wide).unflatten(-1, (groups, -1)).flatten(0, -3).transpose(0, 1)
         outputs = vectors @ self.weight.to(wide).unflatten(0, (groups, -1))
@@ -147,24 +147,24 @@ def _product(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
 
 
 def _group(channels: Tensor, group: int, groups: int) -> Tensor:
-    """One of several equal groups of channels."""
+    """Return one of several equal groups of channels."""
     return channels.unflatten(-1, (groups, -1))[..., group, :]
 
 
 def _shown(offset: Tensor | None) -> str:
-    """What a repr says of an offset."""
+    """Return the mention of an offset in a repr."""
     return "" if offset is None else ", offset"
 
 
 def _several(held: Tensor) -> int | None:
-    """How many positions something is held at; None where one serves all."""
+    """Return the number of positions of a tensor; None if one entry serves all."""
     return held.shape[-2] if held.shape[-2] > 1 else None
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(PositionwiseMap):
-    """``x * factor + offset``: a frozen factor per position and channel, such as an activation ratio.
+    """``x * factor + offset``, with a frozen factor per position and channel, such as an activation ratio.
 
     >>> from tensorlens_tl.algebra import Diagonal
     >>> Diagonal(torch.tensor([[[2.0, 0.0]]]))(torch.ones(1, 1, 2))
@@ -211,10 +211,10 @@ class Diagonal(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Norm(PositionwiseMap):
-    """LayerNorm or RMSNorm with its denominator held fixed: ``(x − mean x) / scale * gain + shift``.
+    """LayerNorm or RMSNorm with a fixed denominator: ``(x − mean x) / scale * gain + shift``.
 
-    `scale` is √(var + ε) or √(mean square + ε); `centre` tells LayerNorm (subtracts the mean) from RMSNorm.
-    Models divide in float32 and cast back; a float32 scale beside bfloat16 vectors does the same here.
+    `scale` is √(var + ε) for LayerNorm and √(mean square + ε) for RMSNorm; with `centre`, the mean is subtracted
+    (LayerNorm). Models divide in float32 and cast back, as happens here with a float32 scale and bfloat16 vectors.
 
     >>> from tensorlens_tl.algebra import Norm
     >>> Norm(scale=torch.full((1, 1, 1), 2.0))(torch.tensor([[[1.0, 3.0]]]))
@@ -250,7 +250,7 @@ class Norm(PositionwiseMap):
         y = times((centred(x, self.centre) / self.scale).to(x.dtype), self.gain)
         if affine:
             y = plus(y, self.shift)
-        return y.to(x.dtype)  # gains in float32 beside bfloat16 vectors
+        return y.to(x.dtype)  # gains may be float32 when vectors are bfloat16
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
@@ -260,7 +260,7 @@ class Norm(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Attention(AffineMap):
-    """Mixes values over positions by a frozen pattern, in head space: ``[.., (kv d_head)] -> [.., (head d_head)]``.
+    """Mixing of values over positions by a frozen pattern, in head space: ``[.., (kv d_head)] -> [.., (head d_head)]``.
 
     Grouped-query attention needs no expanded weights: query head h reads key-value head ``h // (heads // kv_heads)``.
     Pattern rows need not sum to 1 (attention sinks, fully masked rows).
@@ -280,11 +280,11 @@ class Attention(AffineMap):
 
     @property
     def n_heads(self) -> int:
-        """How many heads mix."""
+        """The number of heads."""
         return self.pattern.shape[1]
 
     def of_head(self, head: int) -> "Attention":
-        """One head alone: it mixes the values of its key-value head."""
+        """Return one head, which mixes the values of its key-value head."""
         return Attention(self.pattern[:, head : head + 1], 1)
 
     @property
@@ -320,11 +320,11 @@ class Attention(AffineMap):
     def at_queries(
         self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query d_out"]:
-        """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
+        """Return the mixed values at some queries of each prompt; other queries are not computed."""
         return replace(self, pattern=self.rows_at(queries))._forward(x, affine=False)
 
     def rows_at(self, queries: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query key"]:
-        """The pattern's rows of some queries of each prompt."""
+        """Return the pattern's rows at some queries of each prompt."""
         return torch.take_along_dim(self.pattern, queries[:, None, :, None], dim=2)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -344,7 +344,7 @@ class Attention(AffineMap):
         wide = torch.promote_types(pattern.dtype, g.dtype)
         pattern = pattern.to(wide)
         heads = heads.to(wide)
-        if pattern.shape[0] == 1 != heads.shape[0]:  # one query for all rows: a product per head
+        if pattern.shape[0] == 1 != heads.shape[0]:  # all rows share one query: a product per head
             return torch.einsum("bcgk,rbcgd->rbkcd", pattern[0], heads).flatten(-2).to(g.dtype)
         return torch.einsum("rbcgk,rbcgd->rbkcd", pattern, heads).flatten(-2).to(g.dtype)
 
@@ -352,9 +352,9 @@ class Attention(AffineMap):
 def mixed(
     pattern: Float[Tensor, "batch head query key"], kv_heads: int, x: Float[Tensor, "*rows _ _ kv_width"]
 ) -> Float[Tensor, "*rows batch query width"]:
-    """Values mixed over positions by a pattern; one batch row or one position of them serves all.
+    """Mix values over positions by a pattern; a batch or position axis of length 1 broadcasts.
 
-    Of two dtypes the wider one is computed in, and the result is in that of the values.
+    Computed in the wider of the two dtypes, and returned in the dtype of the values.
     """
     wide = torch.promote_types(pattern.dtype, x.dtype)
     grouped = pattern.unflatten(1, (kv_heads, -1)).to(wide)
@@ -366,7 +366,7 @@ def mixed(
 def unmixed(
     pattern: Float[Tensor, "batch head query key"], kv_heads: int, g: Float[Tensor, "*rows _ _ width"]
 ) -> Float[Tensor, "*rows batch key kv_width"]:
-    """The adjoint of `mixed`."""
+    """Apply the adjoint of `mixed`."""
     wide = torch.promote_types(pattern.dtype, g.dtype)
     grouped = pattern.unflatten(1, (kv_heads, -1)).to(wide)
     heads = rearrange(
@@ -382,8 +382,9 @@ def unmixed(
 def _unmixed_by_group(
     grouped: Float[Tensor, "batch kv group query key"], heads: Float[Tensor, "row batch query kv group d"]
 ) -> Float[Tensor, "row batch key kv d"]:
-    """The same for heads that share keys and values, one of each group after the other: the sum over queries and group
-    at once would copy the whole pattern, which takes longer than the products."""
+    """`unmixed` for heads that share keys and values, one head of each group after the other: a single sum over queries
+    and groups would copy the whole pattern, which takes longer than the products.
+    """
     by_head = rearrange(heads, "r b q kv group d -> group b kv q (r d)")
     values = grouped[:, :, 0].mT @ by_head[0]
     for number in range(1, len(by_head)):
@@ -392,7 +393,7 @@ def _unmixed_by_group(
 
 
 def largest_singular_value(matrix: Float[Tensor, "*batch rows columns"]) -> float:
-    """By the Gram matrix of the smaller side, in float64: several times faster than singular values."""
+    """Return the largest singular value from the smaller Gram matrix, in float64: several times faster than an SVD."""
     matrix = matrix.double()
     if matrix.shape[-2] > matrix.shape[-1]:
         matrix = matrix.mT

@@ -1,12 +1,12 @@
 """Norms of the tensor's blocks from random rows, with their standard error.
 
-For a random row r with E rᵀr = 1, s = ‖r·T‖² has mean ‖T‖²_F. Gaussian rows are independent. Orthonormal ones, a random
-frame of k directions stretched by √d, are unbiased too; d of them give the norm exactly.
+For a random row r with E rᵀr = 1, s = ‖r·T‖² has mean ‖T‖²_F. Gaussian rows are independent. Orthonormal rows, a random
+frame of k directions scaled by √d, are unbiased too; d of them give the norm exactly.
 
-With A = TTᵀ, Var s = 2 tr A² for Gaussian rows: the mean of k of them is distributed as a χ² of k·ν degrees of freedom,
-nearly, where ν = (tr A)² / tr A² is the tensor's effective rank (Satterthwaite 1946). Inner products of different
-pulled rows tell it: E (r₁A r₂ᵀ)² = tr A², and E s₁s₂ = (tr A)². A tensor of rank one, whose samples scatter most and
-say least about their own scatter, is so found exactly.
+With A = TTᵀ, Var s = 2 tr A² for Gaussian rows: the mean of k samples approximately follows a χ² distribution with k·ν
+degrees of freedom, where ν = (tr A)² / tr A² is the tensor's effective rank (Satterthwaite 1946). It is estimated from
+inner products of different pulled rows: E (r₁A r₂ᵀ)² = tr A², and E s₁s₂ = (tr A)². This detects exactly a tensor of
+rank one, whose samples scatter most and say least about their own scatter.
 """
 
 from collections.abc import Callable
@@ -23,37 +23,37 @@ from tensorlens_tl.errors import InvalidInputError
 ROWS = ("gaussian", "orthonormal")
 
 FIRST = 16
-"""Rows that an estimate to a tolerance begins with; each further round takes half as many again as there are."""
+"""Initial number of rows of an estimate to a tolerance; each further round adds half as many again."""
 
 CAUTION = 3
-"""Over the number of rows stored: by how much more intervals take the spread to be. Measured; see the tests."""
+"""Intervals widen the relative spread by this number divided by the number of stored rows. Measured; see the tests."""
 
 STORED = 64
-"""Rows whose products with each other are taken at most."""
+"""Maximal number of rows whose pairwise products are computed."""
 
 NEGLIGIBLE = 0.01
 """Pairs below this share of their query's largest norm need not reach the tolerance."""
 
 
 def check_probes(probes: Any, tol: Any, rows: Any) -> None:
-    """Raise `InvalidInputError` for what makes no estimate."""
+    """Raise `InvalidInputError` for arguments that define no estimate."""
     check_choice("rows", rows, ROWS)
     if probes is not None and tol is not None:
-        raise InvalidInputError("norm: pass either probes= (how many) or tol= (how exact), not both.")
+        raise InvalidInputError("norm: pass either probes= (the number of rows) or tol= (the accuracy), not both.")
     if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 2):
         raise InvalidInputError(f"probes={probes!r}: a standard error needs at least 2.")
     if tol is not None and not (isinstance(tol, (int, float)) and tol > 0):
-        raise InvalidInputError(f"tol={tol!r}: the relative standard error to reach, such as 0.05.")
+        raise InvalidInputError(f"tol={tol!r}: pass the relative standard error to reach, such as 0.05.")
 
 
 class Estimate(NamedTuple):
-    """Norms from random rows, `[batch, key]` each.
+    """Estimated norms from random rows, each `[batch, key]`.
 
     Attributes:
         norm: the root of the mean square.
         stderr: its standard error.
         freedom: degrees of freedom of the mean square, for intervals.
-        rows: how many rows were taken.
+        rows: the number of rows used.
     """
 
     norm: Tensor
@@ -72,17 +72,17 @@ def probed(
     rows: str,
     stored: int,
 ) -> Estimate | None:
-    """Norms for one query from random rows.
+    """Estimate the norms for one query from random rows.
 
     Args:
-        pull: vectors `[row, batch, d]` and a number -> ‖vector·T_ij‖², `[row, batch, key]`, and vector·T_ij of so many
-            of the first of them, `[row, batch, key, d]`.
+        pull: takes vectors `[row, batch, d]` and a number n; returns ‖vector·T_ij‖², `[row, batch, key]`, and
+            vector·T_ij of the first n vectors, `[row, batch, key, d]`.
         shape: batch and d.
-        generator: of the rows.
-        probes: how many, or
-        tol: until this relative standard error is reached.
+        generator: draws the rows.
+        probes: the number of rows; None to use `tol`.
+        tol: the relative standard error to reach.
         rows: one of `ROWS`.
-        stored: of how many rows the products with each other are taken.
+        stored: the number of rows whose pairwise products are computed.
 
     Returns:
         The estimate; None if `tol` needs d rows or more.
@@ -115,7 +115,7 @@ def probed(
 
 
 def stored_rows(bytes_per_row: int, memory: Memory) -> tuple[int, Memory]:
-    """How many pulled rows an estimate may store, at least two, and what that leaves of the memory."""
+    """Return the number of pulled rows that an estimate may store, at least two, and the remaining memory."""
     bound = in_bytes(memory)
     stored = max(2, min(STORED, bound // (4 * max(1, bytes_per_row))))
     if memory is None:
@@ -124,7 +124,7 @@ def stored_rows(bytes_per_row: int, memory: Memory) -> tuple[int, Memory]:
 
 
 def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Tensor:
-    """Random orthonormal rows times √width, one frame per prompt, `[row, batch, width]`."""
+    """Return random orthonormal rows times √width, one frame per prompt, `[row, batch, width]`."""
     gaussian = torch.randn(batch, width, rows, generator=generator, dtype=torch.float64)
     Q, R = torch.linalg.qr(gaussian)
     Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # without it the frame is not uniform
@@ -132,31 +132,31 @@ def _frame(batch: int, width: int, rows: int, generator: torch.Generator) -> Ten
 
 
 def _estimate(samples: Tensor, pulled: Tensor, width: int | None) -> Estimate:
-    """From the squares of all rows and the first few rows themselves; `width` where they are a frame of so many."""
+    """Estimate from the squares of all rows and the first few rows; `width` is given if the rows form a frame."""
     count = len(samples)
     tiny = torch.finfo(samples.dtype).tiny
     norm = samples.mean(0).sqrt()
     spread = _inverse_rank(pulled, width)
-    # a few products say little, and too small a spread makes intervals that miss; one is a rank of one
+    # a few products say little, and underestimating the spread gives intervals that miss; 1 means rank one
     cautious = (spread * (1 + CAUTION / len(pulled))).clamp(max=1.0)
     variance, wide = (_relative_variance(inverse, count, width) for inverse in (spread, cautious))
     return Estimate(norm, norm * variance.sqrt() / 2, 2 / wide.clamp_min(tiny), count)
 
 
 def _inverse_rank(pulled: Float[Tensor, "row batch key d"], width: int | None) -> Float[Tensor, "batch key"]:
-    """tr A² / (tr A)², one over the effective rank, from the rows' products with each other."""
+    """Return tr A² / (tr A)², the inverse of the effective rank, from the pairwise products of rows."""
     products = torch.einsum("ibkd,jbkd->ijbk", pulled, pulled).double()
     squares = products.diagonal().permute(2, 0, 1)
     pairs = torch.triu_indices(len(pulled), len(pulled), 1, device=pulled.device).unbind(0)
     both = (squares[pairs[0]] * squares[pairs[1]]).sum(0)
     ratio = products[pairs].square().sum(0) / both.clamp_min(torch.finfo(both.dtype).tiny)
-    if width is not None:  # rows of a frame are at right angles, which makes both smaller
+    if width is not None:  # rows of a frame are orthogonal, which makes both smaller
         ratio = ((width + 1) * ratio + 1) / (width + 2 * ratio)
     return ratio.clamp(max=1.0)
 
 
 def _relative_variance(inverse_rank: Tensor, count: int, width: int | None) -> Tensor:
-    """Var / mean² of the mean square of so many rows."""
+    """Return Var / mean² of the mean square of `count` rows."""
     if width is None:
         return 2 * inverse_rank / count
     of_one = 2 * (width * inverse_rank - 1).clamp_min(0) / (width + 2)
@@ -164,7 +164,7 @@ def _relative_variance(inverse_rank: Tensor, count: int, width: int | None) -> T
 
 
 def chi_square_quantile(freedom: Float[Tensor, "..."], level: float) -> Float[Tensor, "..."]:
-    """The χ² quantile of any positive degrees of freedom: the incomplete gamma function bisected, to rounding."""
+    """Return the χ² quantile for any positive degrees of freedom, by bisecting the incomplete gamma function."""
     half = freedom.double() / 2
     low, high = torch.zeros_like(half), half + 20 * (half.sqrt() + 1)
     for _ in range(200):

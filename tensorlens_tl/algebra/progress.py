@@ -1,9 +1,8 @@
-"""Long work that somebody watches: how far it is, and where it can be stopped.
+"""Progress reports of long work, and cancelling it.
 
 The library calls `note_progress` before each run of a model, at each of its blocks, at each stage of a chain and at
-each chunk of rows. Nothing happens there unless the caller watches (`watching`): then the caller's function is called,
-which may raise `CancelledError`. It is raised where the library works, never inside what cleans up after it, so that
-hooks and weights are put back as after any error.
+each chunk of rows. This calls the function passed to `watching`, if there is one, which may raise `CancelledError`. The
+error is only raised during the work itself, never during clean-up: hooks and weights are restored as after any error.
 """
 
 from collections.abc import Callable, Generator
@@ -11,18 +10,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Watcher = Callable[[str, float | None], None]
-"""Called with what is being done (empty where nothing is said) and how much of it is, 0 to 1, or None."""
+"""Called with a description of the current work (may be empty) and the share that is done, 0 to 1, or None."""
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 class CancelledError(BaseException):
-    """Work that was stopped. It is no `Exception`, so that nothing takes it for a failure and goes on without it."""
+    """Work was cancelled. Not an `Exception`, so that no handler takes it for a failure and carries on."""
 
 
 @contextmanager
 def watching(watcher: Watcher) -> Generator[None, None, None]:
-    """Have a function called as work inside goes on, in this thread.
+    """Call a function at each progress report in this thread while the context is open.
 
     >>> from tensorlens_tl.algebra.progress import note_progress, watching
     >>> with watching(lambda what, share: print(what, share)):
@@ -37,16 +36,16 @@ def watching(watcher: Watcher) -> Generator[None, None, None]:
 
 
 def is_watched() -> bool:
-    """Whether this thread's work is watched."""
+    """Return whether this thread's progress is watched."""
     return _watcher.get() is not None
 
 
 def note_progress(what: str = "", share: float | None = None) -> None:
-    """Tell whoever watches this thread's work; nothing where nobody does.
+    """Report progress to the function that watches this thread, if there is one.
 
     Args:
-        what: is being done.
-        share: of it that is done, 0 to 1.
+        what: the current work.
+        share: the share of it that is done, 0 to 1.
     """
     watcher = _watcher.get()
     if watcher is not None:

@@ -1,25 +1,26 @@
-"""Maps whose every position passes something on to the next: y_i = x_i + step(y_{i−1}).
+"""Maps in which every position passes a state on to the next: y_i = x_i + step(y_{i−1}).
 
-`Recursion` takes the same matrix at every step, y_i = x_i + y_{i−1}·W, as whitened self-attention does (Eq. 9).
-`DiagonalRecursion` takes a factor for each position and channel, y_i = x_i + a_i ⊙ y_{i−1}: the scan of state-space
-layers with their gates held fixed. Both are linear and look back only; their adjoints are the same recursions from
-the last position to the first.
+`Recursion` applies the same matrix at every step, y_i = x_i + y_{i−1}·W, as whitened self-attention does (Eq. 9).
+`DiagonalRecursion` has a factor for each position and channel, y_i = x_i + a_i ⊙ y_{i−1}: the scan of state-space
+layers with their gates held fixed. Both are linear and causal; their adjoints are the same recursions from the last
+position to the first.
 
-Positions one after the other are many small products. A *chunked* scan takes chunks one position at a time, all chunks
-at once, and then hands over what each chunk ends with; a *prefix* scan (Blelloch 1990) pairs neighbours, solves the
-pairs, and fills in the places between. Both do the arithmetic twice, in far fewer steps. *Doubling* (Hillis & Steele
-1986) does it log2(pos) times, in the fewest: best where vectors are few. `scan` takes what costs least.
+Going through positions sequentially takes many small products. A *chunked* scan advances all chunks in parallel, one
+position at a time, and then adds what each chunk receives from those before it; a *prefix* scan (Blelloch 1990) pairs
+neighbours, solves the pairs, and fills in the positions between. Both do the arithmetic twice, in far fewer steps.
+*Doubling* (Hillis & Steele 1986) does it log2(pos) times, in the fewest steps: best for few vectors. `scan` chooses the
+cheapest.
 
-State-space layers (Mamba 1 and 2, and the hybrids made of them): with Δ, B and C held at one input, a selective scan is
-linear in what it carries, and its attention is implicit (Ali, Zimerman & Wolf 2024). Channel by channel, output i hears
-of input j ≤ i by
+State-space layers (Mamba 1 and 2, and their hybrids): with Δ, B and C fixed at their values for one input, a selective
+scan is linear in its input, with an implicit attention (Ali, Zimerman & Wolf 2024). In each channel, the weight of
+input j ≤ i in output i is
 
     α_ij = Σ_n C_i[n] · exp(A[n]·(Δ_{j+1} + … + Δ_i)) · B_j[n] · Δ_j
 
-`CausalConvolution` is the short convolution before it. `SelectiveScan` never forms the positions × positions matrix of
-α: it takes a chunk of positions at a time by the matrix inside the chunk, and hands one state on to the next, as Mamba
-2 itself is computed (Dao & Gu 2024). The same chunks serve Mamba 1, whose states decay at rates of their own, and the
-adjoint: the same scan from the last position to the first, with B and C in each other's place.
+`CausalConvolution` is the short convolution before it. `SelectiveScan` never forms the positions × positions matrix α:
+it applies the matrix inside each chunk of positions and passes one state to the next chunk, as Mamba 2 itself is
+computed (Dao & Gu 2024). The same chunks serve Mamba 1, whose states have different decay rates, and the adjoint: the
+same scan from the last position to the first, with B and C swapped.
 """
 
 from dataclasses import dataclass, replace
@@ -37,19 +38,19 @@ from tensorlens_tl.algebra.positions import Where, shared
 from tensorlens_tl.algebra.primitives import largest_singular_value
 
 CHUNK = 16
-"""Positions of a chunk."""
+"""Positions per chunk."""
 STEP = 800_000
-"""What a step costs besides its arithmetic, in multiplications and additions (measured on a CPU)."""
+"""The overhead of a step, as a number of multiplications and additions (measured on a CPU)."""
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Recursion(MixingMap):
-    """``y_i = x_i + y_{i−1} @ weight``.
+    """The recursion ``y_i = x_i + y_{i−1} @ weight``.
 
     Attributes:
-        weight: the step.
-        keep: True at positions that take part; the others (padding) neither give, receive, nor pass on. None for all.
+        weight: the matrix of a step.
+        keep: True at positions that take part; the others (padding) are skipped. None for all.
 
     >>> from tensorlens_tl.algebra import Recursion
     >>> Recursion(0.5 * torch.eye(1))(torch.ones(1, 3, 1)).flatten()
@@ -81,7 +82,7 @@ class Recursion(MixingMap):
         return replace(self, keep=self.keep[:, shared(where)])
 
     def norm_bound(self) -> float:
-        """A bound of ``Σ_k ‖Wᵏ‖``, infinite where the powers do not shrink."""
+        """A bound on ``Σ_k ‖Wᵏ‖``, infinite unless the powers shrink."""
         bound = 1.0
         power = self.weight.double()
         for _ in range(64):  # Σ_{k<2m} ‖Wᵏ‖ ≤ (1 + ‖Wᵐ‖) Σ_{k<m} ‖Wᵏ‖
@@ -104,10 +105,10 @@ class Recursion(MixingMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class DiagonalRecursion(MixingMap):
-    """``y_i = x_i + factor_i ⊙ y_{i−1}``, channels and states side by side in the last axis of vectors.
+    """The recursion ``y_i = x_i + factor_i ⊙ y_{i−1}``, with channels and states flattened in the last axis of vectors.
 
     Attributes:
-        factor: of every position, `[batch, pos, channel, state]`; the first position's multiplies nothing.
+        factor: for every position, `[batch, pos, channel, state]`; the factor of the first position is not used.
 
     >>> from tensorlens_tl.algebra import DiagonalRecursion
     >>> DiagonalRecursion(torch.full((1, 3, 1, 1), 0.5))(torch.ones(1, 3, 1)).flatten()
@@ -151,13 +152,13 @@ def _length(keep: Bool[Tensor, "batch pos"]) -> int:
 
 
 def passed_back(factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*any pos d"]:
-    """The factors of the adjoint's scan, which runs from the last position: each acts one step later."""
+    """Return the factors of the adjoint's scan, which runs from the last position: each acts one step later."""
     back = factor.flip(-2)
     return torch.cat([torch.ones_like(back[..., :1, :]), back[..., :-1, :]], dim=-2)
 
 
 def spectral_radius(weight: Float[Tensor, "d d"]) -> float:
-    """The largest absolute eigenvalue: what a step makes of a vector's size, in the long run."""
+    """Return the largest absolute eigenvalue, the asymptotic growth per step of a vector."""
     return float(torch.linalg.eigvals(weight.double()).abs().max())
 
 
@@ -165,7 +166,7 @@ def spectral_radius(weight: Float[Tensor, "d d"]) -> float:
 
 
 def scan(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
-    """All ``y_i = x_i + y_{i−1} @ weight``; differentiable, also twice."""
+    """Compute all ``y_i = x_i + y_{i−1} @ weight``; twice differentiable."""
     if x.numel() == 0:
         return x
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -180,17 +181,17 @@ def scan_where(
     *,
     backwards: bool = False,
 ) -> Float[Tensor, "..."]:
-    """The scan of the positions to keep, as if the others were not there; these give zero.
+    """Scan the positions to keep as if the others did not exist; those come out zero.
 
     Args:
         x, weight: as for `scan`.
-        keep: True where a position takes part, or None for all.
-        backwards: from the last position to the first.
+        keep: True at positions that take part, or None for all.
+        backwards: scan from the last position to the first.
     """
     order = None
     if keep is not None:
-        x = x.masked_fill(~keep[..., None], 0)  # what padding holds need not be finite
-        if _has_gaps(keep):  # the neighbours of a gap move together
+        x = x.masked_fill(~keep[..., None], 0)  # padding need not be finite
+        if _has_gaps(keep):  # close the gaps
             order = keep.long().argsort(dim=-1, descending=True, stable=True)[..., None]
             x = torch.take_along_dim(x, order.expand(*x.shape[-3:-1], 1), dim=-2)
     y = scan(x.flip(-2), weight).flip(-2) if backwards else scan(x, weight)
@@ -202,13 +203,13 @@ def scan_where(
 
 
 def _has_gaps(keep: Bool[Tensor, "batch length"]) -> bool:
-    """Whether any row has a position left out between two that are kept."""
+    """Return whether any row skips a position between two that are kept."""
     starts = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
     return bool((starts > 1).any())
 
 
 def diagonal_scan(x: Float[Tensor, "*rows pos d"], factor: Float[Tensor, "*any pos d"]) -> Float[Tensor, "*rows pos d"]:
-    """All ``y_i = x_i + factor_i ⊙ y_{i−1}``, by a prefix scan; differentiable by autograd."""
+    """Compute all ``y_i = x_i + factor_i ⊙ y_{i−1}`` by a prefix scan; differentiable by autograd."""
     pos = x.shape[-2]
     if pos == 1:
         return x
@@ -221,7 +222,7 @@ def diagonal_scan(x: Float[Tensor, "*rows pos d"], factor: Float[Tensor, "*any p
 
 
 class _Scan(torch.autograd.Function):
-    """The adjoint written out: the same scan backwards, and one product for the weight."""
+    """A scan with an explicit adjoint: the same scan backwards, and one product for the weight."""
 
     generate_vmap_rule = True
 
@@ -244,7 +245,7 @@ class _Scan(torch.autograd.Function):
 
 
 def fastest(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
-    """The scan that costs least for so many rows and positions: by steps, products of vectors, and powers of W."""
+    """Run the cheapest scan for this number of rows and positions, counting steps, products, and powers of W."""
     pos, width = x.shape[-2:]
     vectors = 2 * x[..., 0].numel() * width**2
     power = 2 * width**3
@@ -259,7 +260,7 @@ def fastest(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Fl
 
 
 def sequential(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
-    """One position after the other."""
+    """Scan one position after the other."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     y[..., 0, :] = x[..., 0, :]
     for position in range(1, x.shape[-2]):
@@ -270,7 +271,7 @@ def sequential(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) ->
 def chunked(
     x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"], size: int = CHUNK
 ) -> Float[Tensor, "*rows pos d"]:
-    """Chunks one position after the other, all at once; then what each chunk hands on to the next."""
+    """Scan all chunks in parallel, one position at a time; then add what each chunk receives from those before it."""
     pos, width = x.shape[-2:]
     chunks = -(-pos // size)
     padded = torch.nn.functional.pad(x, (0, 0, 0, chunks * size - pos)).unflatten(-2, (chunks, size))
@@ -279,14 +280,14 @@ def chunked(
     for _ in range(size - 1):
         powers.append(powers[-1] @ weight)
     ends = fastest(inside[..., -1, :], powers[-1])
-    handed = torch.cat(powers, dim=1)  # what a chunk's start receives is multiplied by W, W², … inside it
+    handed = torch.cat(powers, dim=1)  # the state that enters a chunk is multiplied by W, W², … inside
     carried = (ends[..., :-1, :] @ handed).unflatten(-1, (size, width))
     inside[..., 1:, :, :] += carried
     return inside.reshape(*x.shape[:-2], -1, width)[..., :pos, :]
 
 
 def prefix(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
-    """Pairs of neighbours first, then the places between them: 2·log2(pos) rounds (Blelloch 1990)."""
+    """Scan pairs of neighbours first, then the positions between them: 2·log2(pos) rounds (Blelloch 1990)."""
     if x.shape[-2] == 1:
         return x
     even, odd = x[..., 0::2, :], x[..., 1::2, :]
@@ -296,7 +297,7 @@ def prefix(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Flo
 
 
 def doubling(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
-    """What comes from one position before, then from two, four, … before: log2(pos) rounds (Hillis & Steele 1986)."""
+    """Add what comes from one position before, then from two, four, …: log2(pos) rounds (Hillis & Steele 1986)."""
     y = x
     reach = 1
     while reach < x.shape[-2]:
@@ -308,7 +309,7 @@ def doubling(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> F
 
 
 def _interleaved(even: Tensor, odd: Tensor) -> Tensor:
-    """Two sequences, one position of each in turn; the second may be one shorter."""
+    """Interleave two sequences; the second may be one position shorter."""
     pos = even.shape[-2] + odd.shape[-2]
     if odd.shape[-2] < even.shape[-2]:
         odd = torch.nn.functional.pad(odd, (0, 0, 0, 1))
@@ -316,19 +317,19 @@ def _interleaved(even: Tensor, odd: Tensor) -> Tensor:
 
 
 PASS = 12
-"""What it costs to decay or to write a number, in multiplications and additions of a matrix product."""
+"""The cost of decaying or writing a number, as a number of multiplications and additions of a matrix product."""
 CHUNK_BYTES = 64 * 2**20
-"""The largest state of a chunk, over as many rows as fit, and the largest array that its matrix comes from."""
+"""Maximal bytes of a chunk's state, over as many rows as fit, and of the array that its matrix is computed from."""
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class CausalConvolution(MixingMap):
-    """``y_i = Σ_k weight[:, width−1−k] ⊙ x_{i−k} + offset``: every channel by itself, the last weight for i itself.
+    """``y_i = Σ_k weight[:, width−1−k] ⊙ x_{i−k} + offset``: channels are separate, and the last weight is that of x_i.
 
-    What is before the first position counts as zero. There is no mask: models zero what padding holds before the
-    projection that comes first, whose bias the convolution does read, and again after the activation that follows.
-    Unless `length` says how many positions there are, a bias that comes to it must be given at each of them.
+    Inputs before the first position count as zero. There is no mask: models zero padding before the preceding
+    projection, whose bias the convolution does read, and again after the activation that follows. Unless `length` gives
+    the number of positions, an incoming bias must have an entry for each position.
 
     >>> from tensorlens_tl.algebra import CausalConvolution
     >>> CausalConvolution(torch.tensor([[1.0, 10.0]]))(torch.tensor([[[1.0], [2.0], [3.0]]])).flatten()
@@ -384,19 +385,19 @@ class SelectiveScan(MixingMap):
     """``h_i = exp(Δ_i·A) ⊙ h_{i−1} + Δ_i·B_i ⊗ x_i`` and ``y_i = C_i·h_i``, with Δ, B and C held fixed.
 
     Heads of `head_dim` channels share Δ and A; head h reads group ``h // (heads // groups)`` of B and C. In Mamba 1
-    every channel is a head. Decays are made from Δ and A where they are used: kept, they would take a number for every
-    position, channel and state. Channels lie side by side in the last axis of vectors, head by head.
+    every channel is a head. Decays are computed from Δ and A on the fly: stored, they would take a number for every
+    position, channel and state. The last axis of vectors holds the channels, head by head.
 
-    A push or a pull is linear in the number of positions. Besides vectors it holds one state, `[state, channel]` for
-    each row and prompt, and the matrices of one chunk of positions; rows that make a larger state than `CHUNK_BYTES`
-    take turns.
+    A push or a pull takes time linear in the number of positions. Apart from the vectors it stores one state,
+    `[state, channel]` for each row and prompt, and the matrices of one chunk of positions; rows are processed in turns
+    if their states exceed `CHUNK_BYTES`.
 
     Attributes:
         delta: the step sizes Δ.
-        A: the rates at which states decay (negative in models): one for a head (Mamba 2), or for each of its states.
-        B: what an input writes to each state.
-        C: what an output reads of each.
-        head_dim: channels of a head.
+        A: the decay rates of states (negative in models): one per head (Mamba 2), or one for each of its states.
+        B: how an input is written to each state.
+        C: how an output reads each state.
+        head_dim: channels per head.
 
     >>> from tensorlens_tl.algebra import SelectiveScan
     >>> ones = torch.ones(1, 2, 1, 1)
@@ -427,7 +428,7 @@ class SelectiveScan(MixingMap):
         return replace(self, delta=self.delta[:, where], B=self.B[:, where], C=self.C[:, where])
 
     def norm_bound(self) -> float:
-        """√(largest row sum · largest column sum) of a bound of the absolute α (Schur's test)."""
+        """√(largest row sum · largest column sum) of a bound on the absolute α (Schur's test)."""
         delta, A, B, C = (held.double() for held in (self.delta, self.A, self.B.abs(), self.C.abs()))
         sizes = delta.abs()[..., None]
         rows = _scan(sizes, delta, A, B, C).max()
@@ -435,21 +436,21 @@ class SelectiveScan(MixingMap):
         return float((rows * columns).sqrt())
 
     def implicit_attention(self) -> Float[Tensor, "batch head query key"]:
-        """α of every head: for pictures and tests, as it takes a number for each pair of positions.
+        """Return α of every head, for pictures and tests: it takes a number for each pair of positions.
 
         Raises:
-            SizeError: larger than `memory.MOST_BYTES`.
+            SizeError: the result is larger than `memory.MOST_BYTES`.
         """
         batch, pos, heads = self.delta.shape
         check_size("implicit_attention", (batch, heads, pos, pos), self.delta)
         return self._columns(range(pos)).permute(1, 3, 2, 0)
 
     def mean_attention(self, memory: Memory = None) -> Float[Tensor, "batch query key"]:
-        """The mean of |α| over heads, some keys at a time.
+        """Return the mean of |α| over heads, computed for some keys at a time.
 
         Raises:
             InvalidInputError: `memory` cannot be read.
-            SizeError: the result is larger than `memory.MOST_BYTES`, or a key larger than a bound that was given.
+            SizeError: the result is larger than `memory.MOST_BYTES`, or a single key exceeds an explicit bound.
         """
         batch, pos, _ = self.delta.shape
         check_size("mean_attention", (batch, pos, pos), self.delta)
@@ -460,7 +461,7 @@ class SelectiveScan(MixingMap):
         return means.permute(1, 2, 0)
 
     def _columns(self, keys: range) -> Float[Tensor, "key batch query head"]:
-        """What one at each key, in every head, puts into every query."""
+        """Return the columns of α at some keys: every query's output for a 1 at the key."""
         batch, pos, heads = self.delta.shape
         ones = self.delta.new_zeros(len(keys), batch, pos, heads)
         ones[torch.arange(len(keys)), :, torch.tensor(keys)] = 1
@@ -483,15 +484,15 @@ Heads = Float[Tensor, "row batch pos head head_dim"]
 
 
 def _scanned_back(g: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """The adjoint of `_scan`, from the last position: C writes, B reads, and each decay acts one step later."""
+    """Apply the adjoint of `_scan`, from the last position: C writes, B reads, and each decay acts one step later."""
     back = torch.nn.functional.pad(delta.flip(1), (0, 0, 1, 0))[:, :-1]
     return _scan(g.flip(-3), back, A, C.flip(1), B.flip(1)).flip(-3)
 
 
 def _scan(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """All ``C_i·h_i`` of ``h_i = exp(Δ_i·A) ⊙ h_{i−1} + B_i ⊗ x_i``; vectors are `[*rows, batch, pos, head, head_dim]`.
+    """Compute ``C_i·h_i`` with ``h_i = exp(Δ_i·A) ⊙ h_{i−1} + B_i ⊗ x_i``, for `[*rows, batch, pos, head, head_dim]`.
 
-    Rows go as many at a time as their states allow, positions a chunk at a time.
+    Processes as many rows at a time as their states allow, and positions a chunk at a time.
     """
     if x.numel() == 0:
         return x
@@ -521,11 +522,11 @@ def _scan_rows(x: Heads, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Head
 
 
 def _chunk(delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a chunk does: the matrix inside it, what enters the state, the decay of the old state, what leaves it.
+    """Return the matrix inside a chunk, what enters the state, the decay of the old state, and what leaves it.
 
     Returns:
         `[batch, head, i, j]`, `[batch, head, j, state]`, `[batch, head, 1, state]` and `[batch, head, i, state]`; the
-        third has one column where a head has one rate.
+        third has one column if a head has a single rate.
     """
     share = delta.shape[-1] // B.shape[2]
     grouped = [rearrange(held, "b i group n -> b group i n") for held in (B, C)]
@@ -545,10 +546,10 @@ def _chunk(delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tens
 
 
 def _chunk_size(columns: int, delta: Tensor, A: Tensor, B: Tensor) -> int:
-    """The positions of a chunk: more of them hand on fewer states, but make a larger matrix.
+    """Return the positions per chunk: larger chunks pass on fewer states, but make larger matrices.
 
     Args:
-        columns: vectors, of all rows and channels of a head.
+        columns: the number of vectors, over all rows and channels of a head.
         delta, A, B: as for `SelectiveScan`.
     """
     heads, states = delta[:, 0].numel(), B.shape[-1]

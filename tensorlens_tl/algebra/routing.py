@@ -1,7 +1,7 @@
-"""Branches that act on some tokens only, each on its own: the experts of a mixture with their routing held.
+"""Branches that each act on their own tokens: the experts of a mixture with fixed routing.
 
-A token goes through the experts that it was sent to, Σ_e weight_e · expert_e(x). With routing held, that is a sum of
-maps, each over a few tokens. Every branch works on its tokens packed side by side, so no product is made for a token
+A token goes through the experts that it is routed to, Σ_e weight_e · expert_e(x). With fixed routing, that is a sum of
+maps, each over a few tokens. Every branch works on its tokens packed side by side, so nothing is computed for tokens
 that an expert does not see.
 """
 
@@ -28,10 +28,10 @@ class Branch:
     """One map and the tokens that it acts on.
 
     Attributes:
-        map: positionwise, over the packed tokens: vectors are `[*rows, 1, token, d]`.
-        places: which tokens, counted over the flattened axes of `Routed.shape`; none twice.
-        weight: a factor for each of them.
-        number: which branch it is, for people: an expert's number.
+        map: a positionwise map of the packed tokens, whose vectors are `[*rows, 1, token, d]`.
+        places: the tokens, as indices into the flattened axes of `Routed.shape`, without repetition.
+        weight: a factor for each token.
+        number: the number of the branch, such as the expert's.
     """
 
     map: AffineMap
@@ -47,9 +47,9 @@ class Routed(PositionwiseMap):
 
     Attributes:
         branches: the maps and their tokens; at least one.
-        shape: the axes of vectors that the places are counted over: batch and pos; with a position of its own for each
-            row, row, batch and 1.
-        width: of the vectors that come out.
+        shape: the axes of vectors that `places` index: batch and pos, or row, batch and 1 if each row has its own
+            position.
+        width: the width of the output.
 
     >>> from tensorlens_tl.algebra import Branch, Linear, Routed
     >>> second = Branch(Linear(2 * torch.eye(1)), places=torch.tensor([1]), weight=torch.tensor([0.5]), number=7)
@@ -83,7 +83,7 @@ class Routed(PositionwiseMap):
 
     def at(self, where: Where) -> "Routed":
         cells = torch.arange(self.shape[0] * self.shape[1], device=self.branches[0].places.device)
-        old_cells = at(cells.reshape(*self.shape, 1), where)[..., 0]  # of each new cell
+        old_cells = at(cells.reshape(*self.shape, 1), where)[..., 0]  # the old cell of each new one
         if old_cells.ndim == 3 and len(old_cells) == 1:  # one position for all rows
             old_cells = old_cells[0]
         packed_index = torch.full_like(cells, -1)
@@ -94,7 +94,7 @@ class Routed(PositionwiseMap):
             places = (packed >= 0).nonzero()[:, 0]
             index = packed[places]
             packed_index[branch.places] = -1
-            if len(places) or not branches:  # one branch stays, with no tokens, to tell widths and devices
+            if len(places) or not branches:  # one branch stays, if empty, for its width and device
                 branches.append(Branch(branch.map.at(index.tolist()), places, branch.weight[index], branch.number))
         if len(branches) > 1 and not len(branches[0].places):
             branches = branches[1:]
@@ -108,7 +108,7 @@ class Routed(PositionwiseMap):
         return float(bounds.max())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        x = x.expand(*x.shape[: -1 - len(self.shape)], *self.shape, -1)  # a bias may be given once for all positions
+        x = x.expand(*x.shape[: -1 - len(self.shape)], *self.shape, -1)  # a bias may have one position for all
         flat = x.flatten(-1 - len(self.shape), -2)
         out = x.new_zeros(*flat.shape[:-1], self.width)
         for branch in self.branches:
@@ -139,7 +139,7 @@ class Routed(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Beside(PositionwiseMap):
-    """Maps that read the same vector, what they give side by side: ``[.., (term d)]``; all of the same width.
+    """Maps that read the same vector, with their outputs concatenated: ``[.., (term d)]``; all of the same width.
 
     >>> from tensorlens_tl.algebra import Beside, Identity, Linear
     >>> Beside((Identity(), Linear(2 * torch.eye(2))))(torch.ones(1, 1, 2))
@@ -186,7 +186,7 @@ class Beside(PositionwiseMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupSum(PositionwiseMap):
-    """The sum of vectors that are side by side: ``[.., (group d)] -> [.., d]``; what ends `Beside`.
+    """The sum of concatenated vectors, ``[.., (group d)] -> [.., d]``; follows `Beside`.
 
     >>> from tensorlens_tl.algebra import GroupSum
     >>> GroupSum(2)(torch.tensor([[[1.0, 2.0, 30.0, 40.0]]]))
@@ -211,7 +211,7 @@ class GroupSum(PositionwiseMap):
     def push_groups(
         self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
     ) -> Float[Tensor, "group *rows batch pos d_out"]:
-        """The groups themselves, where they are its own."""
+        """Return the groups themselves if they are the map's own."""
         if groups != self.groups:
             return super().push_groups(x, groups)
         return x.unflatten(-1, (groups, -1)).movedim(-2, 0)
@@ -224,19 +224,19 @@ class GroupSum(PositionwiseMap):
 
 
 CHUNK_BYTES = 32 * 2**20
-"""How much of a pattern is computed at once; computing it allocates some four times as much."""
+"""Bytes of a pattern that are computed at once; computing them allocates about four times as much."""
 
 
 # ------------------------------------------------------------------
-# Attention whose pattern is computed when it is needed, for a few queries at a time, and dropped.
+# Attention whose pattern is computed when needed, for a few queries at a time, and not stored.
 
 
 @runtime_checkable
 class PatternRows(Protocol):
-    """What computes the rows of a pattern."""
+    """An object that computes rows of a pattern."""
 
     def of_head(self, head: int) -> "PatternRows":
-        """The same for one head."""
+        """Return the same for one head."""
         ...
 
     @property
@@ -246,28 +246,28 @@ class PatternRows(Protocol):
 
     @property
     def queries(self) -> Tensor:
-        """Something on the pattern's device."""
+        """Any tensor on the pattern's device."""
         ...
 
     def rows(
         self, positions: Int[Tensor, "batch query"], dtype: torch.dtype
     ) -> Float[Tensor, "batch head query reached"]:
-        """The pattern's rows of some queries, up to the last key that any of them can reach."""
+        """Return the pattern's rows at some queries, up to the last key that any of them can reach."""
         ...
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class RecomputedAttention(AffineMap):
-    """`Attention` that holds no pattern: `source` computes rows of it, a few queries at a time.
+    """`Attention` without a stored pattern: `source` computes its rows for a few queries at a time.
 
-    A pull from one query computes one row, and no map holds more of a pattern than `CHUNK_BYTES` at once, whatever the
-    number of rows pushed or pulled; `pattern` makes the whole.
+    A pull from one query computes one row, and at most `CHUNK_BYTES` of a pattern exist at once, however many rows are
+    pushed or pulled; `pattern` computes the whole pattern.
 
     Attributes:
-        source: makes the rows.
-        heads: a factor for each head, `[head]`: 0 for those that are left out; None keeps all.
-        cut: the positions that the map is cut to, ascending; None for all.
+        source: computes the rows.
+        heads: a factor for each head, `[head]`, 0 for heads that are left out; None keeps all.
+        cut: the positions that the map is restricted to, ascending; None for all.
     """
 
     source: PatternRows
@@ -292,11 +292,11 @@ class RecomputedAttention(AffineMap):
 
     @property
     def n_heads(self) -> int:
-        """How many heads mix."""
+        """The number of heads."""
         return self.source.shape[1]
 
     def of_head(self, head: int) -> "RecomputedAttention":
-        """One head alone: it mixes the values of its key-value head."""
+        """Return one head, which mixes the values of its key-value head."""
         factor = maybe(partial(torch.narrow, dim=0, start=head, length=1), self.heads)
         return replace(self, source=self.source.of_head(head), kv_heads=1, heads=factor)
 
@@ -330,12 +330,12 @@ class RecomputedAttention(AffineMap):
     def at_queries(
         self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query d_out"]:
-        """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
+        """Return the mixed values at some queries of each prompt; other queries are not computed."""
         rows = self.rows_at(queries)
         return mixed(rows, self.kv_heads, x[None, :, : rows.shape[-1]])[0]
 
     def rows_at(self, queries: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query key"]:
-        """The pattern's rows of some queries of each prompt, without keys that none of them reads."""
+        """Return the pattern's rows at some queries of each prompt, up to the last key that any of them reads."""
         return self._rows(self._queries()[queries])
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -357,7 +357,7 @@ class RecomputedAttention(AffineMap):
         if not isinstance(here, RowPositions):
             return self._pulled(g, queries[here], destination)
         origin = queries[here.positions.to(queries.device)]
-        if len(origin) == 1:  # one query of each prompt serves every vector
+        if len(origin) == 1:  # all vectors share one query per prompt
             return unmixed(self._keys(self._rows(origin.T), destination), self.kv_heads, g)
         parts: list[Tensor] = []
         for chunk in self._chunks(len(origin)):
@@ -387,7 +387,7 @@ class RecomputedAttention(AffineMap):
         return total
 
     def _rows(self, positions: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query reached"]:
-        """Rows of some queries, at the keys that the map is cut to."""
+        """The pattern's rows at some queries, at the keys that the map is restricted to."""
         rows = self.source.rows(positions, self.dtype)
         if self.cut is not None:
             rows = rows[..., self.cut[self.cut < rows.shape[-1]]]
@@ -396,7 +396,7 @@ class RecomputedAttention(AffineMap):
         return rows * self.heads[:, None, None]
 
     def _keys(self, rows: Float[Tensor, "batch head query reached"], destination: Positions) -> Tensor:
-        """The keys of the destination; those that no query reaches are zero."""
+        """The columns of the destination; keys that no query reaches are zero."""
         end = destination.stop if isinstance(destination, slice) else max(destination) + 1
         return torch.nn.functional.pad(rows, (0, max(0, end - rows.shape[-1])))[..., destination]
 
@@ -411,40 +411,40 @@ class RecomputedAttention(AffineMap):
 
 
 AnyAttention = Attention | RecomputedAttention
-"""Attention by a pattern, held or recomputed; both have `pattern`, `kv_heads`, `at_queries` and `rows_at`."""
+"""Attention with a stored or recomputed pattern; both have `pattern`, `kv_heads`, `at_queries` and `rows_at`."""
 
 
 def query_chunks(queries: int, bytes_per_query: int) -> Iterator[slice]:
-    """Slices of queries whose rows fit `CHUNK_BYTES`."""
+    """Yield slices of queries whose rows fit `CHUNK_BYTES`."""
     step = max(1, CHUNK_BYTES // max(1, bytes_per_query))
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
 
 
 # ------------------------------------------------------------------
-# What one layer's pattern is recomputed from: queries, keys, and what each row sums to.
+# What one layer's pattern is recomputed from: queries, keys, and row sums.
 
 
 def grouped_products(
     queries: Float[Tensor, "batch head query d_head"], keys: Float[Tensor, "batch kv key d_head"]
 ) -> Float[Tensor, "batch head query key"]:
-    """q·kᵀ for every query head; each key head serves as many consecutive query heads as any other."""
+    """Return q·kᵀ for every query head; each key head serves the same number of consecutive query heads."""
     grouped = queries.unflatten(1, (keys.shape[1], -1))
     return (grouped @ keys[:, :, None].mT).flatten(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldScores:
-    """What one layer's pattern is recomputed from; a `PatternRows`.
+    """The tensors that one layer's pattern is recomputed from; a `PatternRows`.
 
     Attributes:
         queries, keys: after norms and rotation, `[batch, head, pos, d_head]` and `[batch, kv, pos, d_head]`.
-        sums: what each row of the pattern sums to, `[batch, head, pos]`.
-        real: True at real tokens; others have no weight.
-        scale, soft_cap: as of `ScoreReading`.
-        slopes: of ALiBi by head, what is added for each position that a key lies before its query; None without.
+        sums: the sum of each row of the pattern, `[batch, head, pos]`.
+        real: True at real tokens; other tokens have no weight.
+        scale, soft_cap: as in `ScoreReading`.
+        slopes: ALiBi's slope of each head, added for each position between key and query; None without ALiBi.
         back, ahead: how far before and after its query a key may lie; None for any distance.
-        device: where patterns are made.
-        error: the largest relative error of a row, measured when it was proved.
+        device: where patterns are computed.
+        error: the largest relative error of a row, measured during verification.
     """
 
     queries: Float[Tensor, "batch head pos d_head"]
@@ -468,7 +468,7 @@ class HeldScores:
     def rows(
         self, positions: Int[Tensor, "batch query"], dtype: torch.dtype
     ) -> Float[Tensor, "batch head query reached"]:
-        """The pattern's rows of some queries, up to the last key that any of them can reach."""
+        """Return the pattern's rows at some queries, up to the last key that any of them can reach."""
         refuse_autocast(self.device)
         at = positions.to(self.queries.device)
         pos = self.shape[-1]
@@ -492,11 +492,11 @@ class HeldScores:
         return pattern.mul_(sums[..., None]).to(dtype)
 
     def on(self, device: torch.device) -> "HeldScores":
-        """The same, with patterns made on another device; what they are made from is moved a few rows at a time."""
+        """Return the same with patterns computed on another device; the inputs are moved there a few rows at a time."""
         return self if device == self.device else replace(self, device=device)
 
     def of_head(self, head: int) -> "HeldScores":
-        """The same for one head."""
+        """Return the same for one head."""
         kv = head // (self.shape[1] // self.keys.shape[1])
         only = slice(head, head + 1)
         return replace(
@@ -508,10 +508,10 @@ class HeldScores:
         )
 
     def cut(self, length: int) -> "HeldScores":
-        """Of the first tokens of a causal pass."""
+        """Return the same for the first tokens of a causal pass."""
         cut = {name: getattr(self, name)[:, :, :length] for name in ("queries", "keys", "sums")}
         return replace(self, **cut, real=self.real[:, :length])
 
     def attention(self, dtype: torch.dtype, heads: Tensor | None = None) -> RecomputedAttention:
-        """Attention by the pattern, which is made a few queries at a time."""
+        """Return attention by this pattern, recomputed for a few queries at a time."""
         return RecomputedAttention(self, self.keys.shape[1], dtype, heads)

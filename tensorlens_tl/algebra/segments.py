@@ -1,7 +1,7 @@
-"""A map that acts on some positions, while the others stay as they are or are left out.
+"""Maps that act on some positions only, and related maps for encoder–decoders, offloading and several streams.
 
-An encoder–decoder is one stream: the encoder's positions, then the decoder's. An encoder block acts on the first, a
-decoder block on the others; what cross-attention writes, it writes to the decoder's positions only.
+An encoder–decoder is treated as one stream: the encoder's positions, then the decoder's. An encoder block acts on the
+former, a decoder block on the latter; cross-attention reads the former and writes only to the latter.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -27,10 +27,10 @@ class Segment(AffineMap):
     """``inner`` on the positions of a segment; elsewhere the identity, or zero.
 
     Attributes:
-        inner: takes vectors at the segment's positions.
+        inner: the map of vectors at the segment's positions.
         start, stop: the segment.
-        length: of all positions.
-        only: whether the other positions come out zero, instead of as they were.
+        length: the number of all positions.
+        only: whether the other positions come out zero instead of unchanged.
     """
 
     inner: AffineMap
@@ -65,7 +65,7 @@ class Segment(AffineMap):
 
     @property
     def components(self) -> int:
-        if not self.only:  # the other positions pass every component
+        if not self.only:  # the other positions pass through every component
             return 1
         return self.inner.components
 
@@ -95,7 +95,7 @@ class Segment(AffineMap):
 
     @property
     def needs_positions(self) -> bool:
-        return True  # it cuts positions out
+        return True  # it selects positions
 
     def at(self, where: Where) -> "Segment | Picked":
         if isinstance(where, RowPositions):
@@ -106,7 +106,7 @@ class Segment(AffineMap):
             first, last, _ = where.indices(self.length)
             start, stop = (min(max(bound, first), last) for bound in (self.start, self.stop))
             inner = self.inner.at(slice(start - self.start, stop - self.start))
-            if start == stop and not self.only:  # nothing of it is left
+            if start == stop and not self.only:  # the segment is empty
                 inner = Identity()
             return replace(self, inner=inner, start=start - first, stop=stop - first, length=last - first)
         if list(where) != sorted(where):
@@ -132,7 +132,7 @@ class Segment(AffineMap):
         return self._beside_others(g, inside)
 
     def _beside_others(self, x: Tensor, inside: Tensor) -> Tensor:
-        """What the segment became, with the other positions before and after it."""
+        """The segment's output, with the other positions before and after it."""
         if self.only:
             return widened(inside, self.start, self.length)
         return torch.cat([x[..., : self.start, :], inside, x[..., self.stop :, :]], dim=-2)
@@ -146,11 +146,11 @@ class Segment(AffineMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Picked(PositionwiseMap):
-    """A segment where every row lives at one position: ``inner`` for rows inside, the others as they are or zero.
+    """A segment for rows with one position each: ``inner`` for rows inside, the others unchanged or zero.
 
     Attributes:
-        inner: takes vectors `[row, batch, 1, d]`.
-        inside: which rows, `[row, batch, 1, 1]`; a row axis of length 1 serves all rows.
+        inner: the map of vectors `[row, batch, 1, d]`.
+        inside: which rows are inside, `[row, batch, 1, 1]`; a row axis of length 1 serves all rows.
         only: as in `Segment`.
     """
 
@@ -183,10 +183,10 @@ class Picked(PositionwiseMap):
 
 
 def shared_slice(where: Where) -> slice:
-    """Positions that follow each other: what cross-attention can be cut to.
+    """Return contiguous positions, the only kind that cross-attention can be restricted to.
 
     Raises:
-        TypeError: any others.
+        TypeError: the positions are not a slice.
     """
     if not isinstance(where, slice):
         raise TypeError("a map that mixes positions of two segments can only be cut to a slice.")
@@ -196,9 +196,10 @@ def shared_slice(where: Where) -> slice:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class CrossAttention(AffineMap):
-    """Mixes values of one segment's positions into another's by a frozen pattern, in head space.
+    """Mixing of one segment's values into another segment's positions by a frozen pattern, in head space.
 
-    As `Attention`, for a pattern that is not square: keys lie at `keys`, queries at `queries`, of `length` positions.
+    Like `Attention`, with a pattern that is not square: keys lie at `keys`, queries at `queries`, of `length`
+    positions.
     """
 
     pattern: Tensor
@@ -235,7 +236,7 @@ class CrossAttention(AffineMap):
 
     @property
     def square(self) -> Attention:
-        """The same among all positions, by a pattern that is zero but from keys to queries."""
+        """The same map among all positions, with a pattern that is zero except from keys to queries."""
         first, last = self.keys
         pad = (first, self.length - last, self.queries[0], self.length - self.queries[1])
         return Attention(torch.nn.functional.pad(self.pattern, pad), self.kv_heads)
@@ -256,16 +257,16 @@ Value = TypeVar("Value")
 
 
 # ------------------------------------------------------------------
-# A map that is computed on the device of its weights, between vectors that are on another one.
+# A map that is computed on the device of its weights, for vectors on another device.
 
 
 def on_device(value: Value, device: torch.device) -> Value:
-    """A copy of what holds tensors, with all of them on one device; itself where they are there already.
+    """Return a copy of an object with all its tensors on one device; the object itself if they are there already.
 
     Args:
-        value: a tensor; a map, or another dataclass; tuples, lists and dictionaries of such. Modules and functions
-            stay as they are.
-        device: where the tensors shall be.
+        value: a tensor; a map or another dataclass; tuples, lists and dictionaries of these. Modules and functions
+            are left unchanged.
+        device: the device for the tensors.
 
     >>> from tensorlens_tl.algebra import Linear, on_device
     >>> double = Linear(2 * torch.eye(2))
@@ -291,12 +292,12 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
-    """The second of two dictionaries, or the first where nothing in it was moved."""
+    """Return `after`, or `before` if nothing in it was moved."""
     return before if all(after[key] is part for key, part in before.items()) else after
 
 
 def _moved_fields(value: Any, device: torch.device) -> Any:
-    """A dataclass with its fields moved, and without what it has cached; its checks do not run again."""
+    """Return a dataclass with its fields moved, without its cached values and without repeating its checks."""
     before = {field.name: getattr(value, field.name) for field in fields(value)}
     after = _changed(before, {name: _moved(part, device) for name, part in before.items()})
     if after is before:
@@ -312,10 +313,10 @@ def _moved_fields(value: Any, device: torch.device) -> Any:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Placed(MixingMap):
-    """A map whose weights are on another device than the vectors: these are moved there, and what it gives back.
+    """A map with weights on another device than the vectors, which are moved there and back.
 
     Attributes:
-        inner: the map, with everything that it holds on `device`.
+        inner: the map, with all its tensors on `device`.
         device: the device of its weights.
         outside: the device of the vectors.
 
@@ -366,23 +367,23 @@ class Placed(MixingMap):
 
 
 # ------------------------------------------------------------------
-# A map that is opened when it is used and dropped after: a block of a model that is larger than memory.
+# A map that is loaded for each use and released afterwards: a block of a model that is larger than memory.
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class LazyMap(MixingMap):
-    """A map that is opened when it is pushed, pulled or its bias is read, once for all rows, and dropped after.
+    """A map that is loaded when it is pushed, pulled or its bias is read, once for all rows, and released afterwards.
 
-    The rows are cut into chunks here, while the map is open, and not by callers: what a chunk allocates on its way is
-    bounded, and the weights are read once.
+    Rows are cut into chunks here, while the map is loaded, and not by callers: this bounds what a chunk allocates, and
+    the weights are read once.
 
     Attributes:
-        make: opens the map; what it holds may be released when the context ends.
-        length: how many positions it has.
-        row_bytes: what one row allocates inside.
+        make: loads the map; what it holds may be released when the context ends.
+        length: the number of positions.
+        row_bytes: the bytes that one row allocates inside.
         name: for the repr.
-        cuts: what `at` cut it to, one after the other.
+        cuts: the restrictions made by `at`, in order.
 
     >>> from contextlib import nullcontext
     >>> from tensorlens_tl.algebra import LazyMap, Linear
@@ -479,7 +480,7 @@ class LazyMap(MixingMap):
                     return inner._pull(g[chunk], origin, destination, reach, None)
                 terms: BiasTerms = []
                 cotangents = inner._pull(g[chunk], origin, destination, reach, terms)
-                # a mixture of experts may reach other experts in another chunk: one sum of each
+                # another chunk may reach other experts of a mixture, so each chunk's bias terms are summed to one
                 like = upcast(g[:0, :1, :1, 0]).new_zeros(len(g[chunk]), g.shape[1], reach.stop)
                 sums.append(by_position(terms, like))
                 return cotangents
@@ -493,14 +494,14 @@ class LazyMap(MixingMap):
 
 
 # ------------------------------------------------------------------
-# Maps that follow each other, of which some also read what entered an earlier one of them.
+# Maps that follow each other, some of which also read the input of an earlier one.
 #
-# A block that takes its values from an earlier block (shared keys and values) writes what is linear in two streams: its
-# own and that one's. All blocks between the two are one map then, with the earlier stream set aside on the way.
+# The output of a block that takes its values from an earlier block (shared keys and values) is linear in two streams:
+# its own and the earlier block's. All blocks between the two are then one map, which keeps the earlier stream.
 
 
 class EarlierRead(NamedTuple):
-    """What is added to the vector that enters a stage: a map of what entered an earlier stage."""
+    """A map of an earlier stage's input, whose output is added to the input of a later stage."""
 
     source: int
     map: AffineMap
@@ -509,11 +510,11 @@ class EarlierRead(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class ChainWithReads(MixingMap):
-    """Stages applied one after the other; before some of them, a map of what entered an earlier stage is added.
+    """Stages applied one after the other, some of which also receive a map of an earlier stage's input.
 
     Attributes:
-        stages: in the order of application; vectors have the same width before and after each.
-        reads: by the number of the stage that they are added before; each source is an earlier stage.
+        stages: in order of application; none changes the width of vectors.
+        reads: by the number of the stage that receives them; each source is an earlier stage.
 
     >>> from tensorlens_tl.algebra import Identity, Linear
     >>> from tensorlens_tl.algebra.segments import ChainWithReads, EarlierRead
@@ -546,7 +547,7 @@ class ChainWithReads(MixingMap):
         return bias
 
     def _carried(self, part: AffineMap, bias: Tensor) -> Tensor:
-        """The bias after a part, of the bias before it."""
+        """The bias after a part, given the bias before it."""
         if bias is ZERO:
             return part.bias
         if bias.ndim < 3:
@@ -594,13 +595,13 @@ class ChainWithReads(MixingMap):
 
 
 # ------------------------------------------------------------------
-# Several streams of one width beside each other in the channels of a vector, and what adds them to each other.
+# Several streams of one width, concatenated in the channels of a vector, and the map that mixes them.
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Streams(PositionwiseMap):
-    """Each stream that it gives is a sum of the streams that it reads, each times a number.
+    """A mixture of several streams: each output stream is a weighted sum of the input streams.
 
     >>> from tensorlens_tl.algebra import Streams
     >>> total_and_second = Streams(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))

@@ -1,27 +1,27 @@
-"""OV and QK circuits, paths and graphs: functions of a model, or of a frozen pass.
+"""Circuit analyses of a model's weights or of a frozen pass: OV and QK circuits, paths, graphs, and comparisons.
 
 | question | function |
 | --- | --- |
-| what does a head read and write, by its weights | `ov`, `qk`, `full_ov`, `full_qk`, `svd_tokens` |
+| what a head reads and writes, from its weights | `ov`, `qk`, `full_ov`, `full_qk`, `svd_tokens` |
 | which heads look back one token, or at what followed a repeated one | `previous_token_scores`, `induction_scores` |
 | which heads look at an earlier occurrence of a token | `duplicate_token_scores` |
-| does it copy | `copying_scores`, `ov_eigenvalues` |
+| whether a head copies | `copying_scores`, `ov_eigenvalues` |
 | which heads read from which | `composition_scores`, `virtual_head` |
-| what wrote this logit directly | `logit_attribution` |
-| what would the model predict if it stopped before a layer | `logit_lens` |
-| what is lost without a head, whatever lies between | `total_effects` |
-| what does one head move, and what becomes of it | `head_map` |
-| through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
+| what contributed directly to this logit | `logit_attribution` |
+| what the model would predict if it stopped before a layer | `logit_lens` |
+| what is lost without a head, through all later layers | `total_effects` |
+| what one head moves, and its effect downstream | `head_map` |
+| through which nodes a logit was computed | `paths`, `top_paths`, `contribution_graph` |
 | what differs between a clean and a corrupted prompt | `patch_scores`, `edge_scores` |
 | which changed weights of a fine-tuned model changed its answer | `compare_models` |
-| does what differs between two runs act by values, by where heads attend, by norm scales | `routes` |
-| what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
-| why does this head attend there, or there no more | `qk_attribution` |
+| whether a difference between two runs acts through values, attention patterns or norm scales | `routes` |
+| what a circuit of some edges does on its own | `EdgeScores.circuit`, `run_circuits` |
+| why a head attends there, or no longer does | `qk_attribution` |
 | which features of a sparse dictionary are active | `features` |
-| where in a data set is a feature most active; what is it called | `feature_examples`, `feature_labels` |
-| what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
-| how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `spectral_norm_bound` |
-| how wrong is it away from its input | `error_bound`, `frozen_error_bound` |
+| where in a data set a feature is most active; what it is called | `feature_examples`, `feature_labels` |
+| what drives a feature, what it does, what it feeds | `feature_attribution`, `feature_effects`, `feature_edges` |
+| how large the operator is | `spectral_norm`, `singular_directions`, `norm_bound`, `spectral_norm_bound` |
+| how wrong it is away from its input | `error_bound`, `frozen_error_bound` |
 """
 
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,7 @@ __all__ = [
     "virtual_head",
 ]
 
-if not TYPE_CHECKING:  # a checker would take every name for one of this package
+if not TYPE_CHECKING:  # a type checker would accept any name as one of this package
 
     def __getattr__(name: str) -> Any:
         others = {

@@ -1,4 +1,4 @@
-"""What may be passed to circuits, for type checkers and readers; at run time our own errors say what is wrong."""
+"""Argument types of the circuits functions, for type checkers and readers; at run time our own errors apply."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
     """Query position minus key position; None where no position is rotated."""
 
     WeightsLike = ModelLike | ModelView | FrozenPass
-    """What weights are read from."""
+    """Any object whose weights can be read."""
 
     FeatureLike = SupportsIndex | str
     """A feature's number, or its name ``"F12"``."""
 
     LabelsLike = Mapping[int, str] | Mapping[str, str] | str | os.PathLike[str] | None
-    """Labels of features: by their numbers or names, or a CSV or JSON file of them."""
+    """Labels of features: a mapping from numbers or names, or the path of a CSV or JSON file."""
 
     RuleLike = Rule | str | None
     """A rule, or its name; None for none."""
 
     FeatureChoice = FeatureLike | Sequence[FeatureLike] | None
-    """Features, one or several; None for no choice."""
+    """One or several features; None for no selection."""
 
     Window = tuple[SupportsIndex, SupportsIndex]
-    """How many tokens before and after another one."""
+    """Numbers of tokens before and after a given one."""
 
     HeadList = Sequence[tuple[SupportsIndex, SupportsIndex] | str]
-    """Heads as (layer, head), or by their names ``"L0H1"``."""
+    """Heads as (layer, head) or as names, ``"L0H1"``."""
 
     RowsLike = Iterable[object]
-    """Texts or rows of token ids, one by one."""
+    """Texts or rows of token ids, yielded one at a time."""
 
     Circuits = Circuit | Sequence[Circuit]
     """A circuit, or several."""
 
     OperatorLike = FrozenOperator
-    """What `FrozenPass.operator` gives."""
+    """The result of `FrozenPass.operator`."""
 
     MapLike = AffineMap | FrozenOperator
     """A map, or an operator."""
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     """A hook point."""
 
     Share = float | None
-    """So many (a whole number), or a share of the largest (below 1); None for no such choice."""
+    """A count (a whole number) or a share of the largest (below 1); None for no such selection."""
 else:
     FeatureChoice = Window = HeadList = Circuits = OperatorLike = MapLike = RowsLike = Any
     Direction = Whole = Offset = WeightsLike = FeatureLike = LabelsLike = HookName = RuleLike = Share = Any

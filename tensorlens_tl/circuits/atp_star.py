@@ -1,20 +1,22 @@
 """AtP* (Kramár, Lieberum, Shah and Nanda 2024): attribution patching without two of its blind spots.
 
-A gradient misses a query or a key where the softmax that it enters is saturated. So the head's own softmax is run with
-the corrupted query, or key, and only what comes after it is linear:
+A gradient misses a query or key whose softmax is saturated. So the head's own softmax is run with the corrupted query
+or key, and only what comes after it is linearised:
 
     score(q) = (z_clean − z(q corrupted)) · ∂target/∂z
 
-One run of the live model has this z for every head at once: whatever follows a head is given its clean z again. Of a
-group of heads with one key, each has the key as it reads it. Values enter linearly and are treated alike.
+A single run of the live model gives this z for every head at once, because each head's output is reset to its clean z
+before later layers read it. Where a group of heads shares a key, each head's copy of it is a node of its own. Values
+enter linearly and are treated alike.
 
-A gradient also misses a node whose direct and indirect effects cancel. GradDrop takes it once for each of the L layers,
-with nothing passed back through what this layer writes, and averages the sizes over the layers but the node's own:
+A gradient also misses a node whose direct and indirect effects cancel. GradDrop computes the score once for each of the
+L layers, with no gradient passing through that layer's output, and averages the absolute scores over the layers other
+than the node's own:
 
     size(n) = Σ_ℓ abs(Δa · ∂target/∂a without ℓ) / (L − 1)
 
-The authors rank nodes by this size. Ours has a sign besides, that of the whole gradient's score. In place of their
-subset diagnostics, method ``"measured"`` states its error (`tensorlens_tl.circuits.measured`).
+The authors rank nodes by this size. Here it also gets a sign: that of the score with the whole gradient. In place of
+their subset diagnostics, method ``"measured"`` states its own error (`tensorlens_tl.circuits.measured`).
 """
 
 from collections import defaultdict
@@ -38,12 +40,9 @@ QUESTION = "patch_scores(method='atp*')"
 def dropped_scores(
     nodes: NodeGradients, replaced: Sequence[NodeValues], start: NodeValues
 ) -> Float[Tensor, "replaced batch node pos_and_all"]:
-    """Scores of nodes that have other values instead, at each position and, in the last column, at all together.
+    """Score nodes whose values are replaced: at each position and, in the last column, at all positions together.
 
-    Args:
-        nodes: of the clean prompt.
-        replaced: what they have instead, in one way or in several.
-        start: what enters the first block.
+    `replaced` has the values of each variant, and `start` is the input of the first block.
     """
     points = defaultdict[int, list[str]](list)
     for part in sublayer_nodes(nodes.live.readout, QUESTION, "component", "Use another method."):
@@ -64,10 +63,11 @@ def dropped_scores(
 
 
 def attended(nodes: NodeGradients, other: NodeValues, corrupted: FrozenPass) -> dict[str, NodeValues]:
-    """What heads give with the query, key or value of the corrupted prompt, by suffix of the name: ``".q"``.
+    """Return head outputs with the query, key or value of the corrupted prompt, by name suffix (``".q"``).
 
     Raises:
-        UnsupportedModelError: no hook points show queries, keys and values, or these do not make what heads give.
+        UnsupportedModelError: no hook points expose queries, keys and values, or they do not reproduce the heads'
+            outputs.
     """
     frozen, live, clean = nodes.frozen, nodes.live, nodes.values
     heads = list(dict.fromkeys(point for node in head_nodes(nodes) for point in node.points))
@@ -102,7 +102,7 @@ def attended(nodes: NodeGradients, other: NodeValues, corrupted: FrozenPass) -> 
 
 
 def head_nodes(nodes: NodeGradients) -> list[NodeChange]:
-    """The heads among nodes."""
+    """Return the nodes that are heads."""
     attentions = (heads for block in nodes.frozen.points.blocks for heads in (block.heads, block.cross) if heads)
     points = {heads.z for heads in attentions}
     return [node for node in nodes.nodes if points.intersection(node.points)]

@@ -1,58 +1,58 @@
-"""What differs between a clean and a corrupted prompt, node by node and edge by edge.
+"""Score the nodes and edges by which a clean and a corrupted prompt differ.
 
-A prompt is *clean* where the model does what one wants to understand, and *corrupted* where a small change takes that
-away. Both are frozen, and have the same length: positions must match, so that an activation of one can stand in for the
-other's. The score of a node is what the target loses when the node's clean value is replaced by its corrupted one,
-``number(clean) − number(patched)``: what helps the clean answer is positive. An edge leads from what a node writes to
-what a later one reads (names: `tensorlens_tl.results.circuit`); its score is what the target loses when the later
-node reads the earlier one's corrupted output in place of its clean one, all else as it is for the clean prompt. So the
-clean run is patched (noising); with ``patched="corrupted"`` the corrupted one is (denoising), and a score is what the
-target gains by the clean value, ``number(patched) − number(corrupted)``. With Δa = a_clean − a_corrupted:
+A prompt is *clean* where the model shows the behaviour of interest, and *corrupted* where a small change removes it.
+Both are frozen and have the same length: positions must match, so that an activation of one run can replace the
+other's. A node's score is what the target loses when the node's clean value is replaced by its corrupted one,
+``number(clean) − number(patched)``, so what supports the clean answer is positive. An edge leads from one node's output
+to the input of a later one (names: `tensorlens_tl.results.circuit`); its score is what the target loses when the later
+node reads the earlier one's corrupted output instead of its clean one, with everything else as in the clean run. This
+patches the clean run (noising). With ``patched="corrupted"`` the corrupted run is patched (denoising), and a score is
+what the target gains from the clean value, ``number(patched) − number(corrupted)``. With Δa = a_clean − a_corrupted:
 
 | method | score of a node with values a | score of an edge from a node that writes a | edges into queries and keys |
 | --- | --- | --- | --- |
-| `frozen` | Δa · pull of the target to the node | Δa · pull of the target to what is read | zero: patterns are held |
-| `frozen+qk` | the same, the pull joined by live gradients at queries and keys | the same | as `integrated-gradients` |
+| `frozen` | Δa · pull of the target to the node | Δa · pull of the target to what is read | zero: patterns are frozen |
+| `frozen+qk` | the same, with live gradients added at queries and keys | the same | as `integrated-gradients` |
 | `gradient` | Δa · ∂target/∂a at the clean prompt | Δa · ∂target/∂(what is read) | the same |
 | `integrated-gradients` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
-| `atp*` | as `gradient`, queries and keys through their softmax, sizes by GradDrop | – | – |
+| `atp*` | as `gradient`, with queries and keys through their softmax and sizes by GradDrop | – | – |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
-| `measured` | of the largest as `patching`, of the others the middle of three estimates | the same | the same |
-| `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
+| `measured` | the largest as `patching`, the others the median of three estimates | the same | the same |
+| `patching` | target(clean) − target(node patched), one live run each | one live run for each edge | the same |
 
 `frozen` is exact in the model frozen at the clean prompt, where everything later is linear, whatever the two prompts
-are, and a node's outgoing edges sum to its score there. In a masked model, or another one with a prediction head after
-its blocks, that head is held in the algebra and not by the hooks: the frozen model's hooks leave it live. Patterns,
-ratios and scales do not respond in the frozen model: what acts through an attention pattern is invisible to it, and
-edges into queries and keys are zero by construction. `frozen+qk` adds what the patterns do, by gradients of the live
-model averaged on the way from the corrupted to the clean embeddings. A gradient at the clean prompt alone misses a head
-that is sure where to look (its softmax is flat there).
+are, and a node's outgoing edges sum to its score there. In a model with a prediction head after its blocks (such as a
+masked language model), the algebra freezes that head, but the frozen model's hooks leave it live. Patterns, ratios and
+scales do not respond in the frozen model, so it cannot see effects through attention patterns, and edges into queries
+and keys are zero by construction. `frozen+qk` adds the effects of patterns, by gradients of the live model averaged on
+the way from the corrupted to the clean embeddings. A gradient at the clean prompt alone would miss a head whose
+attention is saturated (its softmax is flat there).
 
 `gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated-gradients` the inputs' variant
 of EAP-IG (Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps
-(``points="left"``); midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk`
-take a run of the live model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.ruled`). Edges by
-``"patching"`` run it with every edge apart (`tensorlens_tl.circuits.live_edges`), which blocks with norms on their way
-back to the stream do not allow.
+(``points="left"``); midpoints, the default, are nearer to the integral. These two methods, any rule, and the pattern
+effects of `frozen+qk` need a run of the live model, for edges and patterns cut at its nodes
+(`tensorlens_tl.circuits.ruled`). Patching edges runs it with every edge separate (`tensorlens_tl.circuits.live_edges`),
+which is not possible in blocks with norms on their way back to the stream.
 
 `difference` pulls the target through the exact linear map between the two runs' differences
-(`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant: it is complete at
-every node, the score of ``"embed"`` is all of target(clean) − target(corrupted), and all edges into the target sum to
-it, less what hooks added to one of the runs, or a patch put there: that is a node, and a source, by the name of its
-hook point. A gate after heads is a destination as their values are (``"L1H0.g"``); the other methods hold it, or do not
-run such models. Between two runs an edge shares what it does with the others symmetrically; patching, the live model's
-own answer, takes all others at the clean prompt.
+(`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant. It is complete at
+every node: the score of ``"embed"`` is all of target(clean) − target(corrupted), and all edges into the target sum to
+it, apart from what hooks or a patch put into one of the runs, which is a node and a source named by its hook point. A
+gate after heads is a destination, as their values are (``"L1H0.g"``); the other methods freeze it, or reject such
+models. Between two runs, an edge's interactions with the others are shared symmetrically; patching, the live model's
+own answer, keeps all others at the clean prompt.
 
-`atp*` is for nodes (`tensorlens_tl.circuits.atp_star`): with ``by="qkv"`` queries, keys and values of heads are nodes
-of their own, whose effect on their head is exact.
+`atp*` scores nodes only (`tensorlens_tl.circuits.atp_star`): with ``by="qkv"`` queries, keys and values of heads are
+nodes of their own, whose effect on their head is exact.
 
-`measured` patches those that may be the largest, and says how far the others are off
-(`tensorlens_tl.circuits.measured`). These have the middle one of three estimates: `difference`, `gradient`, and the
+`measured` patches the nodes or edges that may be the largest, and reports how far off the others are
+(`tensorlens_tl.circuits.measured`). The others get the median of three estimates: `difference`, `gradient`, and the
 gradient of `integrated-gradients` at one point, a tenth of the way from the clean to the corrupted embeddings, where a
-softmax that is sure at the clean prompt begins to respond.
+softmax that is saturated at the clean prompt begins to respond.
 
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
-(``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
+(``"L0H3 → L2.cross.H0.k"``), which read the outputs of the encoder's nodes through the norm at its end.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ else:
 METHODS: tuple[Method, ...] = (
     "frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "measured", "patching",
 )  # fmt: skip
-"""The ways to get a score of a node; of an edge all but ``"atp*"``."""
+"""How a node can be scored; edges take all but ``"atp*"``."""
 
 SYNONYMS = {
     "eap": "gradient",
@@ -116,7 +116,7 @@ SYNONYMS = {
     "exact": "difference",
     "frozen-qk": "frozen+qk",
 }
-"""What the literature calls these."""
+"""Names of these methods in the literature."""
 
 ONCE_INTEGRATED = {"method": ("method", {"integrated": "integrated-gradients"})}
 """For `tensorlens_tl._arguments.formerly`."""
@@ -125,21 +125,21 @@ NEAR = (1.0, 0.9)
 """Where ``"measured"`` takes gradients, as shares of the way from the corrupted to the clean embeddings."""
 
 DEFAULT = "difference"
-"""The method where none is named: exact between the two runs, and at the cost of a few."""
+"""The default method: exact between the two runs, at the cost of a few runs."""
 
 PATCHED: dict[Patched, str] = {
     "clean": "clean − patched",
     "corrupted": "patched − corrupted",
     "both": "mean of clean − patched and patched − corrupted",
 }
-"""The run that is patched, and what is then compared."""
+"""The run that is patched, with the difference that a score then is."""
 
 POINTS: dict[Points, float] = {"midpoint": 0.5, "left": 0.0}
 """Where in each of the equal steps a gradient is taken, as a share of the step."""
 
 
 def gradient_shares(method: str, steps: Whole, points: Points = "midpoint") -> list[float]:
-    """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
+    """Return where a method takes gradients, as shares of the way from the corrupted to the clean embeddings.
 
     Raises:
         InvalidInputError: no such method or points, or no whole number of steps, 1 or more.
@@ -156,11 +156,11 @@ def gradient_shares(method: str, steps: Whole, points: Points = "midpoint") -> l
 
 
 def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
-    """The method, and the rule that its gradients follow.
+    """Return the method, and the rule that its gradients follow.
 
     Raises:
         InvalidInputError: no such rule, or a method that takes no gradients.
-        UnsupportedModelError: the rule says nothing of this model.
+        UnsupportedModelError: the rule does not cover this model.
     """
     if rule is None:
         return method or DEFAULT, None
@@ -180,7 +180,7 @@ def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, R
 
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:
-    """Refuse two passes that cannot be compared position by position.
+    """Reject two passes that cannot be compared position by position.
 
     Raises:
         InvalidInputError: no frozen passes, of different models, of different numbers or lengths of prompts, or padded.
@@ -231,7 +231,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
 
 
 def _lengths(frozen: PassLike) -> dict[str, int]:
-    """How many tokens the prompts of a pass have; of an encoder–decoder on each side."""
+    """Return the number of tokens per prompt, by side in an encoder–decoder."""
     if frozen.sides is None:
         return {"": frozen.tokens.shape[1]}
     return dict(zip((" for the encoder", " for the decoder"), frozen.sides, strict=True))
@@ -246,13 +246,13 @@ def pair_target(
     query: Query,
     rule: FrozenRule = "frozen",
 ) -> StreamTarget:
-    """The target of the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
+    """Return the target of the clean prompt, after `check_pair`; `stream_target` makes further checks."""
     check_pair(clean, corrupted)
     return stream_target(clean, target, minus, direction, query, rule)
 
 
 def corrupted_stream(readout: StreamTarget, corrupted: PassLike, rule: FrozenRule = "frozen") -> Stream:
-    """The stream of the corrupted prompt, up to where the target reads it.
+    """Return the stream of the corrupted prompt, up to where the target reads it.
 
     Raises:
         InvalidInputError: hooks add to the stream in one of the two passes only.
@@ -271,17 +271,17 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, rule: FrozenRul
 
 @dataclass(frozen=True, eq=False)
 class _Comparison:
-    """Two prompts, the target of the clean one, and a method: what scores of nodes and of edges begin with.
+    """Two prompts, the clean one's target, and a method: the common input of node and edge scores.
 
     Attributes:
         clean, corrupted: the passes.
         method: one of `METHODS`.
-        rule: what gradients follow; None for the model's own.
+        rule: the rule that gradients follow; None for the model's own.
         shares: where gradients are taken on the way from the corrupted to the clean embeddings.
         frozen_rule: the rule of the frozen methods.
-        readout: the target, of ``"difference"`` its change along the stream of the exact difference.
-        numbers: of the clean and of the corrupted run, before any final soft cap.
-        finder: of ``"measured"``, the comparison that finds what is large.
+        readout: the target; under ``"difference"``, its change along the stream of the exact difference.
+        numbers: the target in the clean and in the corrupted run, before any final soft cap.
+        finder: under ``"measured"``, the comparison that finds what is large.
     """
 
     clean: FrozenPass
@@ -299,10 +299,10 @@ class _Comparison:
         cls, clean: PassLike, corrupted: PassLike, target: TokenLike, minus: TokenLike, *, direction: Direction,
         query: Query, method: str | None, rule: RuleLike, steps: int, points: Points,
     ) -> "_Comparison":  # fmt: skip
-        """From the arguments of `patch_scores` and `edge_scores`, checked.
+        """Check the arguments of `patch_scores` and `edge_scores` and build the comparison.
 
-        Either run may have been patched by hooks: of ``"difference"`` it is their difference that is asked, and neither
-        of them by itself.
+        Either run may have been patched by hooks: ``"difference"`` then explains the difference of the two, and
+        neither of them on its own.
         """
         held = frozen_rule(rule)
         method, chosen = ruled_method(method, rule, clean)
@@ -325,7 +325,7 @@ class _Comparison:
         return cls(clean, corrupted, method, chosen, shares, held, readout, (first, second), finder)
 
     def ends(self, patched: Patched) -> list[tuple["_Comparison", int]]:
-        """What is asked of the run, or of both, that is patched: comparisons, and the sign that their losses count by.
+        """Return a comparison for each run that is patched, with the sign by which its losses count.
 
         The exact difference is the same from either end.
         """
@@ -339,7 +339,7 @@ class _Comparison:
 
     @property
     def changes(self) -> Stream:
-        """The stream, its values what differs between the two runs, as frozen pulls multiply it."""
+        """The stream, with the differences between the two runs as its values, in the form that pulls multiply."""
         stream = self.readout.stream
         if self.method == "difference":
             return stream
@@ -352,7 +352,7 @@ class _Comparison:
         return replace(stream, values=(x, hidden))
 
     def live_targets(self) -> Iterator[tuple[StreamTarget, Pulled]]:
-        """The target in the live model, cut at its nodes, where gradients are taken, and it pulled back there.
+        """Yield the live model's target, cut at its nodes, and its pull, wherever gradients are taken.
 
         Raises:
             FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
@@ -362,7 +362,7 @@ class _Comparison:
             yield ruled_target(self.readout, self.rule, start if share != 1 else None, biases=False)
 
     def starts(self) -> Iterator[dict[str, Tensor]]:
-        """What enters the first block where gradients are taken, by hook point."""
+        """Yield the first block's input wherever a gradient is taken, by hook point."""
         names = self.clean.capture.stream_names(0)
         ends = {name: (self.corrupted.activation(name), self.clean.activation(name)) for name in names}
         for share in self.shares:
@@ -370,11 +370,11 @@ class _Comparison:
 
     @property
     def layout(self) -> "EdgeLayout":
-        """The edges between which the target is compared."""
+        """Sources, destinations and edges of the comparison."""
         return edge_layout(self.readout.stream, self.readout.positions)
 
     def live_edges(self) -> LiveEdges:
-        """The live model with every edge apart."""
+        """Return the live model with every edge separate."""
         return LiveEdges(self.readout, corrupted_stream(self.readout, self.corrupted), self.layout.exists)
 
 
@@ -402,31 +402,31 @@ def edge_scores(
     seed: int = 0,
     memory: Memory = None,
 ) -> EdgeScores:
-    """What the target loses when each edge carries its corrupted value.
+    """Compute what the target loses when each edge carries its corrupted value.
 
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
-        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (which adds effects of patterns by gradients),
+        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (adds the effects of patterns by gradients),
             ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"difference"`` (exact between
             the two runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None
-            is as in `patch_scores`.
+            selects the same default as in `patch_scores`.
         rule: what gradients follow, as in `patch_scores`.
-        positions: also score each edge at each position where its destination reads, `EdgeScores.by_position`; not with
-            ``"measured"`` and ``"patching"``.
+        positions: also score each edge at each position where its destination reads, in `EdgeScores.by_position`; not
+            available with ``"measured"`` and ``"patching"``.
         steps, points, patched, live, seed, memory: as in `patch_scores`.
 
     Returns:
         Scores; under ``"measured"`` also `measured`, which scores were measured, and `rest()`, the error of the others.
 
     Raises:
-        InvalidInputError: no such method, rule, points or run to patch, and what `patch_scores` refuses.
+        InvalidInputError: no such method, rule, points or run to patch, and what `patch_scores` rejects.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
-            and ``"measured"`` what `difference` refuses; along gradients a part that cannot be cut out of a run, and
-            under ``"frozen+qk"`` attention that no hook points show the queries and keys of; under ``"measured"`` and
-            ``"patching"`` blocks that are not read as a sum of what their parts write (see
+            and ``"measured"`` what `difference` rejects; along gradients a part that cannot be cut out of a run, and
+            under ``"frozen+qk"`` attention whose queries and keys no hook points expose; under ``"measured"`` and
+            ``"patching"`` blocks that cannot be written as a sum of their parts' outputs (see
             `tensorlens_tl.circuits.live_edges`).
-        FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
-            describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+        FrozenModelError: the weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
+            describe the passes alone, hooks were added or removed since, or a frozen pass is attached to the model.
 
     >>> corrupted = tlens.freeze(model, "Return the name. Return the")
     >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
@@ -479,13 +479,13 @@ def edge_scores(
 def _measured_edges(
     comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], budget: Budget, seed: int, memory: Memory
 ) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
-    """The largest edges patched live, the others by estimates; and what a `MeasuredEdges` has besides."""
+    """Patch the largest edges live, estimate the others, and return the further fields of `MeasuredEdges`."""
     sources, destinations, exists = comparison.layout
     first = budget.of(int(exists.sum()), "edges")
     live = [(end.live_edges(), sign) for end, sign in ends]
 
     def by_edge(layout: EdgeLayout, scores: Float[Tensor, "batch s d"]) -> Float[Tensor, "batch edge"]:
-        """Scores of the edges that are patched; a difference also has what hooks add to one of the runs."""
+        """Return the scores of the edges that are patched; a difference also has sources for what hooks add."""
         rows, columns = (
             [names.index(name) for name in chosen]
             for names, chosen in ((layout.sources, sources), (layout.destinations, destinations))
@@ -522,19 +522,19 @@ def run_circuits(
     direction: Direction = None,
     memory: Memory = None,
 ) -> Float[Tensor, "circuit batch"]:
-    """The target's number in the live model with only a circuit's edges clean: all others carry corrupted values.
+    """Run the live model with only a circuit's edges clean and all others corrupted, and return the target's value.
 
-    Every destination reads Σ over its edges of what their sources write: in the circuit, what they write in this very
-    run; outside it, what they write for the corrupted prompt. All edges give the clean number, none the corrupted one.
+    Every destination reads the sum of its sources' outputs over its edges: within the circuit, their outputs in this
+    same run; outside it, their outputs for the corrupted prompt. All edges give the clean value, none the corrupted.
 
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
-        circuits: of this model, one or a list; they run together.
-        memory: what the run may allocate at once, as ``"512MB"`` or bytes.
+        circuits: one circuit of this model or a list of them, which run together.
+        memory: how much the run may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no circuit, one of another model, or, of an encoder–decoder, one whose target reads in the
-            other stack; and what `patch_scores` refuses.
+        InvalidInputError: no circuit, one of another model, or, in an encoder–decoder, one whose target reads in the
+            other stack; and what `patch_scores` rejects.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
 
     >>> corrupted = tlens.freeze(model, "Return the name. Return the")
@@ -594,15 +594,15 @@ BOTH: Stacks = (True, True)
 
 
 def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = None) -> EdgeLayout:
-    """The edges of a stream: from everything written before a step to everything that its sublayers read.
+    """Return the edges of a stream, from everything written before a step to everything that its sublayers read.
 
-    In a difference, what hooks added to one run and not to the other is written as well, and a gate after heads reads.
+    In a difference, what hooks added to only one of the runs is a source as well, and a gate after heads a destination.
     In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention, which read
-    only what the encoder's nodes write. The target has edges from every stack in which it reads for some prompt; a
+    only the outputs of the encoder's nodes. The target has edges from every stack in which it reads for some prompt; a
     prompt whose target reads in the other stack scores zero there.
 
     Args:
-        stream: of a pass, or of the difference of two.
+        stream: the stream of a pass, or of the difference of two.
         queries: where the target reads; None for anywhere.
     """
     sources = ["embed"]
@@ -637,14 +637,14 @@ def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = Non
 
 
 def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d_model"] | None:
-    """What hooks added at a step to one run of a difference more than to the other; None of any other step."""
+    """Return what hooks added at a step to one run of a difference beyond the other; None at any other step."""
     if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
         return step.outer.vectors[None]
     return None
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
-    """The destinations that a sublayer's nodes are: of heads what they read by, or by another letter."""
+    """Return a sublayer's destinations; a head's are named by the letter of what it reads, or by another letter."""
     if not sublayer.letter:
         return list(sublayer.nodes)
     return [f"{node}.{letter or sublayer.letter}" for node in sublayer.nodes]
@@ -653,7 +653,7 @@ def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
 def _edges_of(
     comparison: _Comparison, positions: bool, memory: Memory
 ) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
-    """What the target loses in the run that is patched, by every method but ``"measured"``."""
+    """Score edges in the run that is patched, by any method but ``"measured"``."""
     readout, layout = comparison.readout, comparison.layout
     if comparison.method == "patching":
         return layout, comparison.live_edges().patched(memory)
@@ -671,7 +671,7 @@ def _edges_of(
 def _live_scores(
     comparison: _Comparison, positions: bool
 ) -> Iterator[tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]]:
-    """Edges along gradients of the live model, for each share of the way; its parts are those of its own run."""
+    """Yield edge scores along gradients of the live model, for each share of the way, over that run's own parts."""
     entering = comparison.clean.resid_pre(0) - comparison.corrupted.resid_pre(0)
     differences = dict[str, Tensor]()
     for one, pulled in comparison.live_targets():
@@ -686,7 +686,7 @@ def _live_scores(
 
 
 def _live_differences(stream: Stream, corrupted: FrozenPass) -> dict[str, Float[Tensor, "batch pos _width"]]:
-    """What differs between two live runs, by the points of a ruled stream."""
+    """Return the differences between two live runs, by the points of a ruled stream."""
     clean, (batch, length) = stream.run, stream.run.tokens.shape
     points = list(dict.fromkeys(part.point for step in stream.steps for part in step.sublayers))
     seen, other = (
@@ -700,14 +700,14 @@ def _live_differences(stream: Stream, corrupted: FrozenPass) -> dict[str, Float[
 
 
 Responses = dict[int, dict[tuple[str, ...], Float[Tensor, "node batch pos d_model"]]]
-"""Gradients of the target by what queries and keys read, by the step before which they read it and their names."""
+"""Gradients of the target at the inputs of queries and keys, by the step before which these read and by their names."""
 
 
 def _pattern_responses(comparison: _Comparison, *, by_node: bool) -> Responses:
-    """What a frozen pull lacks of ``"frozen+qk"``: the mean gradients by what queries and keys read, each or together.
+    """Return what ``"frozen+qk"`` adds to a frozen pull: mean gradients at what queries and keys read, each or summed.
 
     Raises:
-        UnsupportedModelError: the live model does not show what queries and keys of some attention read.
+        UnsupportedModelError: the live model does not expose the inputs of some attention's queries and keys.
     """
     stream, responses = comparison.readout.stream, Responses()
     for one, pulled in comparison.live_targets():
@@ -734,9 +734,9 @@ def _pattern_responses(comparison: _Comparison, *, by_node: bool) -> Responses:
 
 
 def _pull_with_patterns(readout: StreamTarget, responses: Responses) -> Pulled:
-    """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
+    """Pull the target through the frozen model, adding gradients of the live one where queries and keys are read.
 
-    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
+    The pull then also follows effects through patterns, to the order of the gradients.
     """
     joining = {number: torch.cat([*of_step.values()]).sum(0) for number, of_step in responses.items()}
     return readout.stream.pull(readout.seed, joining=joining)
@@ -745,7 +745,7 @@ def _pull_with_patterns(readout: StreamTarget, responses: Responses) -> Pulled:
 def edge_products(
     written: Float[Tensor, "source batch pos d"], cotangents: Float[Tensor, "destination batch pos d"], positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
-    """What every source wrote, dotted with a vector at every destination, by position or summed over positions."""
+    """Dot every source's output with a vector at every destination, by position or summed over positions."""
     if positions:
         return torch.einsum("sbpd,tbpd->bstp", upcast(written), upcast(cotangents))
     sources, destinations = (upcast(vectors).transpose(0, 1).flatten(2) for vectors in (written, cotangents))
@@ -755,9 +755,9 @@ def edge_products(
 def _products(
     changes: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool, responses: Responses | None = None
 ) -> Float[Tensor, "batch source destination *pos"]:
-    """What differs in each source's output, carried past the sublayers to every destination, dotted with the target.
+    """Carry the change of each source's output past the sublayers to every destination, and dot it with the target.
 
-    Of destinations that a stream's steps do not have, `responses` are what it is dotted with.
+    For destinations that are not among the stream's steps, the vector to dot with comes from `responses`.
     """
     steps, entering = changes.steps, changes.x[0]
     batch, pos = entering.shape[:2]
@@ -795,7 +795,7 @@ def _products(
 
 
 def _config(readout: StreamTarget) -> dict[str, Any]:
-    """What the benchmark's files say of a model."""
+    """Return what the benchmark's files record about a model."""
     frozen = readout.stream.frozen
     heads = [sublayer.heads for step in readout.stream.steps for sublayer in step.sublayers]
     return {
@@ -835,13 +835,13 @@ def patch_scores(
     seed: int = 0,
     memory: Memory = None,
 ) -> Terms:
-    """What the target loses when each node's clean value is replaced by its corrupted one.
+    """Compute what the target loses when each node's clean value is replaced by its corrupted one.
 
     Nodes are the first block's input (``"embed"``; in an encoder–decoder, the input of both stacks) and, by `by`,
 
     * ``"component"``: each layer's attention and MLP, and cross-attention (``"L2.cross"``);
     * ``"head"``: heads one by one (``"L0H1"``, ``"L2.cross.H1"``), MLPs whole;
-    * ``"qkv"``: the same, and what each head has of its query, key and value (``"L0H1.q"``), under ``"atp*"`` and
+    * ``"qkv"``: the same, plus each head's query, key and value (``"L0H1.q"``), under ``"atp*"`` and
       ``"patching"``;
     * ``"neuron"``: heads and neurons one by one (``"MLP1.N7"``);
     * ``"stream"``: the residual stream before each block, ``"L1.stream"``; in an encoder–decoder, the stream of
@@ -852,11 +852,11 @@ def patch_scores(
             one; in an encoder–decoder, each side has the same length in both.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
-        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (which adds effects of patterns by gradients),
+        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (adds the effects of patterns by gradients),
             ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient
             without each layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live
-            runs) or ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
-            ``"gradient"``, with one of the frozen model ``"frozen"``.
+            runs) or ``"patching"`` (a live run for each node). None selects ``"difference"``, or with a rule of
+            gradients ``"gradient"``, or with a rule of the frozen model ``"frozen"``.
         rule: for the frozen methods, a rule of the frozen model; for ``"gradient"`` and ``"integrated-gradients"``, the
             rule that replaces the model's own gradients: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also score each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
@@ -869,31 +869,31 @@ def patch_scores(
             EAP-IG and of the Mechanistic Interpretability Benchmark.
         patched: the run whose nodes get the other run's values: the ``"clean"`` one (noising: what is needed), the
             ``"corrupted"`` one (denoising: what suffices; a score is what the target gains), or ``"both"``, the mean of
-            the two, at twice the runs. Gradients and frozen pulls are then of that run; ``"difference"`` is the same
+            the two, at twice the runs. Gradients and frozen pulls are taken in that run; ``"difference"`` is the same
             in both directions, as is ``"integrated-gradients"`` with midpoints.
-        live: for ``"measured"``, how many of the largest nodes are patched for each prompt: a number (10 by default),
-            or a share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sum of all absolute scores:
-            then nodes are patched until the upper end of the error's interval is below that. Half as many others, drawn
-            at random, are patched singly, and the rest in as many groups. The whole input is patched, too.
+        live: for ``"measured"``, how many of the largest nodes to patch for each prompt: a number (10 by default), or
+            a share of all (0.1). Or the largest acceptable error of the others, ``"error<5%"`` of the sum of all
+            absolute scores: nodes are then patched until the upper end of the error's interval is below that. Half as
+            many others, drawn at random, are patched singly, the rest in as many groups, and also the whole input.
         seed: for ``"measured"``, the seed of draws and groups.
         memory: how much the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that do not add up: an effect that passes through two nodes counts for both. `Terms.total` is the number
-            of the run that is patched; under ``"both"`` and ``"difference"`` it is what the clean number exceeds the
-            corrupted one by. Under ``"measured"`` they have `measured`, which scores are those of live runs, and
-            `rest()`, how far the others are off.
+        Terms that are not additive: an effect that passes through two nodes counts for both. `Terms.total` is the
+            target in the run that is patched; under ``"both"`` and ``"difference"`` it is the clean value minus the
+            corrupted one. Under ``"measured"`` the terms have `measured`, which marks the scores of live runs, and
+            `rest()`, how far off the others are.
 
     Raises:
         InvalidInputError: no such `by`, method, rule, points or run to patch, a rule for a method without gradients,
-            prompts that cannot be compared (see `check_pair`), `live` with another method, or of more nodes than there
-            are, and what `logit_attribution` refuses.
+            prompts that cannot be compared (different models, lengths or numbers, or padded), `live` with another
+            method or above the number of nodes, and what `logit_attribution` rejects.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
-            ``"frozen"``, a part that no hook reaches; under ``"measured"`` what `difference` refuses; under
-            ``"frozen+qk"`` what `edge_scores` refuses.
-        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
-            alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
-            a frozen pass attached to it.
+            ``"frozen"``, a part that no hook reaches; under ``"measured"`` what `difference` rejects; under
+            ``"frozen+qk"`` what `edge_scores` rejects.
+        FrozenModelError: the weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks added or removed since that change what the model does (under ``"frozen+qk"`` any), or a
+            frozen pass is attached to it.
 
     >>> corrupted = tlens.freeze(model, "Return the name. Return the")
     >>> scores = tlens.circuits.patch_scores(frozen, corrupted, " value", " name", by="component")
@@ -935,14 +935,14 @@ def patched_at(
     query: Query = -1,
     memory: Memory = None,
 ) -> Terms:
-    """What the target loses live when single nodes at single positions get their corrupted values: a run for each.
+    """Patch single nodes at single positions with their corrupted values, one live run each, and return the losses.
 
     Args:
         clean, corrupted, target, minus, query, memory: as in `patch_scores`.
         nodes: such as ``["L1H0@3", "MLP2@-1", "embed@0"]``; -1 is the last position.
 
     Raises:
-        InvalidInputError: no such node, or no such position; and what `patch_scores` refuses of ``"patching"``.
+        InvalidInputError: no such node, or no such position; and what `patch_scores` rejects for ``"patching"``.
         UnsupportedModelError: a part of the model that no hook reaches.
 
     >>> from tensorlens_tl.circuits.compare import patched_at
@@ -972,7 +972,7 @@ def patched_at(
 
 
 def _fields(comparison: _Comparison, patched: Patched) -> dict[str, Any]:
-    """What a result says of its target: which run is patched, and the number that is compared."""
+    """Return a result's fields about its target: the run that is patched, and the compared value."""
     readout, (clean, corrupted) = comparison.readout, comparison.numbers
     totals = {"clean": clean, "corrupted": corrupted, "both": clean - corrupted}
     target, total = f"{readout.label}, {PATCHED[patched]}", totals[patched]
@@ -984,7 +984,7 @@ def _fields(comparison: _Comparison, patched: Patched) -> dict[str, Any]:
 def _nodes_of(
     comparison: _Comparison, by: str, positions: bool, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "batch 1 node"], Float[Tensor, "batch 1 node pos"] | None]:
-    """Names of nodes and what the target loses in the run that is patched, by every method but ``"measured"``."""
+    """Return node names and what the target loses in the patched run, by every method but ``"measured"``."""
     if comparison.method in ("atp*", "patching"):
         return _of_live_nodes(comparison, by, positions, memory)
     along = _along_gradients if comparison.method in ("gradient", "integrated-gradients") else _along_pull
@@ -993,7 +993,7 @@ def _nodes_of(
 
 
 def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
-    """What differs between the two runs at every node, dotted with the target pulled back to it."""
+    """Dot the difference between the two runs at every node with the target pulled back to it."""
     readout = comparison.readout
     stream = readout.stream
     changes = comparison.changes
@@ -1003,7 +1003,7 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
         pulled = stream.pull(readout.seed)
 
     def at_positions(number: int) -> Float[Tensor, "batch 1 pos"]:
-        """The streams' difference before a step, dotted with the target there."""
+        """Dot the streams' difference before a step with the target there."""
         return (upcast(pulled.stream[number][0]) * changes.x[number]).sum(-1)[:, None]
 
     names = ["embed"]
@@ -1032,7 +1032,7 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
 def _of_live_nodes(
     comparison: _Comparison, by: str, positions: bool, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "batch 1 node"], Float[Tensor, "batch 1 node pos"] | None]:
-    """Names and scores of nodes that are patched, or of which AtP* says what patching would give; and by position."""
+    """Return names and scores of nodes by patching, or by AtP*'s estimate of it; with scores by position."""
     nodes, other = _live_nodes(comparison, by)
     replaced = {"": other}
     if by == "qkv":
@@ -1054,7 +1054,7 @@ def _of_live_nodes(
 
 
 def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
-    """(a_clean − a_corrupted) · mean gradient, on the way from the corrupted to the clean embeddings."""
+    """Return (a_clean − a_corrupted) · mean gradient on the way from the corrupted to the clean embeddings."""
     nodes, other = _live_nodes(comparison, by)
     of_shares = [*_gradient_products(comparison, nodes, other)]
     return [node.name for node in nodes.nodes], torch.stack(of_shares).mean(0)
@@ -1063,7 +1063,7 @@ def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float
 def _gradient_products(
     comparison: _Comparison, nodes: NodeGradients, other: NodeValues
 ) -> Iterator[Float[Tensor, "batch node pos"]]:
-    """The same for nodes of the live model, for each share of the way."""
+    """Yield the products of `_along_gradients`, for each share of the way."""
     changes = {point: nodes.values[point] - other[point] for point in nodes.points}
     for start in comparison.starts():
         yield nodes.products(changes, {point: gradient[0] for point, gradient in nodes.at(start).items()})
@@ -1072,14 +1072,14 @@ def _gradient_products(
 def _patched_at_positions(
     nodes: NodeGradients, other: NodeValues, memory: Memory
 ) -> Float[Tensor, "batch query node pos"]:
-    """What the target loses with each node patched at one position at a time."""
+    """Return what the target loses with each node patched at one position at a time."""
     changes, columns = _at_positions(nodes)
     lost = nodes.live.losses([[change] for change in changes], other, memory, "patches")
     return _in_columns(nodes, lost, columns)
 
 
 def _at_positions(nodes: NodeGradients) -> tuple[list[NodeChange], list[int]]:
-    """Each node changed at one position, and its place among all pairs of a node and a position."""
+    """Return each node changed at one position, with its index among all (node, position) pairs."""
     changes: list[NodeChange] = []
     columns: list[int] = []
     pos = nodes.frozen.tokens.shape[1]
@@ -1094,7 +1094,7 @@ def _at_positions(nodes: NodeGradients) -> tuple[list[NodeChange], list[int]]:
 def _in_columns(
     nodes: NodeGradients, values: Shaped[Tensor, "*rows change"], columns: Sequence[int]
 ) -> Shaped[Tensor, "*rows node pos"]:
-    """What nodes have at positions, zero where they have none."""
+    """Arrange values by node and position, with zeros where a node has none."""
     pos = nodes.frozen.tokens.shape[1]
     every = values.new_zeros(*values.shape[:-1], len(nodes.nodes) * pos)
     every[..., columns] = values
@@ -1105,7 +1105,7 @@ def _measured_nodes(
     comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], by: str, positions: bool, budget: Budget,
     seed: int, memory: Memory, of_target: Mapping[str, Any],
 ) -> MeasuredTerms:  # fmt: skip
-    """The largest nodes patched live, the others by estimates; and so each at each position, where asked for."""
+    """Patch the largest nodes live and estimate the others; also at each position, where requested."""
     at_ends = [(end, *_live_nodes(end, by, budget), sign) for end, sign in ends]
     nodes = at_ends[0][1]
     assert comparison.finder is not None
@@ -1154,10 +1154,10 @@ def _measured_nodes(
 
 
 def _live_nodes(comparison: _Comparison, by: str, budget: Budget | None = None) -> tuple[NodeGradients, NodeValues]:
-    """The first block's input, and the nodes of every sublayer or the stream before every block.
+    """Return the first block's input and the nodes of every sublayer (or the stream before every block).
 
     Returns:
-        They in the live model with what it has there for the clean prompt, and the same for the corrupted one.
+        The nodes in the live model with their values for the clean prompt, and their values for the corrupted one.
     """
     readout = comparison.readout
     question = f"patch_scores(method={comparison.method!r})"

@@ -1,14 +1,14 @@
-"""The features of a sparse dictionary in one frozen pass: where it reads and writes, what is active, what it is called.
+"""The features of a sparse dictionary in one frozen pass: where it reads and writes, and which features are active.
 
-Which features are active is held, as patterns, ratios and scales are. The encoder is then affine, and so is the error
-of the reconstruction: whatever reads the stream reads features, error and b_dec, as separate terms. How the
-dictionary is read: `tensorlens_tl.models.dictionaries`.
+The set of active features is frozen, as patterns, ratios and scales are. The encoder is then affine, and so is the
+reconstruction error: whatever reads the stream reads features, error and b_dec as separate terms. How dictionaries are
+loaded: `tensorlens_tl.models.dictionaries`.
 
-Names of hook points differ between the classes of TransformerLens and do not always mean what they say
-(`hook_resid_mid` of a post-LN Bridge is the sum after the MLP), so a hook point is looked at: what it holds in this
-pass must be the stream before a step of its block, or what the MLP of that block reads or gives. Nothing else is taken.
+Hook point names differ between the classes of TransformerLens and do not always mean what they say (`hook_resid_mid`
+of a post-LN Bridge is the sum after the MLP), so the values at a hook point decide: in this pass they must be the
+stream before a step of the block, or the input or output of that block's MLP. Anything else is rejected.
 
-What people call the features is read from a CSV or JSON file, or from a mapping.
+Feature labels come from a CSV or JSON file, or from a mapping.
 """
 
 import csv
@@ -65,8 +65,8 @@ class ReadAt:
 
     Attributes:
         place: the stream that it reads.
-        through: what the stream goes through on the way: nothing, or the norm before an MLP; positionwise.
-        x: what the hook point holds, `[batch, pos, d_in]`.
+        through: what the stream passes on the way: nothing, or the norm before an MLP; positionwise.
+        x: the values at the hook point, `[batch, pos, d_in]`.
     """
 
     place: Place
@@ -79,12 +79,12 @@ class WriteAt:
     """Where a decoder writes.
 
     Attributes:
-        place: the stream that holds what is written, after `outer`.
-        outer: what the sum goes through before that (a post-LN norm); positionwise.
-        after: what the written vector goes through before it is added (a norm after an MLP); positionwise.
-        x: what is reconstructed, `[batch, pos, d_out]`: the stream, or what an MLP gives.
-        beside: what else is in the sum, `[batch, pos, d_model]`; None where the whole stream is reconstructed.
-        beside_name: the same in words.
+        place: the stream that contains the output, after `outer`.
+        outer: what the sum passes before that (a post-LN norm); positionwise.
+        after: what the written vector passes before it is added (a norm after an MLP); positionwise.
+        x: what is reconstructed, `[batch, pos, d_out]`: the stream, or an MLP's output.
+        beside: everything else in the sum, `[batch, pos, d_model]`; None where the whole stream is reconstructed.
+        beside_name: the term's name for `beside`.
     """
 
     place: Place
@@ -96,17 +96,17 @@ class WriteAt:
 
 
 def stream_to(frozen: FrozenPass, place: Place, rule: FrozenRule) -> Stream:
-    """The stream from the embeddings to a place."""
+    """Return the stream from the embeddings to a place."""
     layers = slice(0, min(place.layer + 1, frozen.n_layers))
     stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)
     return replace(stream, steps=stream.steps[: stream.step_at(place.layer, place.step)])
 
 
 def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
-    """Where the encoder of a dictionary reads; `mlp` allows what an MLP reads besides the stream.
+    """Find where a dictionary's encoder reads; `mlp` also allows an MLP's input besides the stream.
 
     Raises:
-        InvalidInputError: no such hook point, or it holds neither.
+        InvalidInputError: no such hook point, or it shows neither.
     """
     layer, x = _held(frozen, hook, mlp)
     stream = Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
@@ -128,10 +128,10 @@ def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
 
 
 def write_at(frozen: FrozenPass, hook: str) -> WriteAt:
-    """Where the decoder of a transcoder writes: what an MLP gives, before or after a norm that follows it.
+    """Find where a transcoder's decoder writes: an MLP's output, before or after a norm that follows it.
 
     Raises:
-        InvalidInputError: no such hook point, or it holds something else.
+        InvalidInputError: no such hook point, or it shows something else.
     """
     layer, x = _held(frozen, hook, True)
     stream = Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
@@ -157,13 +157,13 @@ def _same(frozen: FrozenPass, candidate: Tensor, expected: Tensor) -> bool:
 
 
 def _place(stream: Stream, step: int) -> Place:
-    """The stream before a step of one block, whose end is the beginning of the next."""
+    """Return the place of the stream before a step; the end of a block is the beginning of the next."""
     (layer,) = stream.layers
     return Place(layer + 1, 0) if step == len(stream.steps) else Place(layer, step)
 
 
 def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
-    """A hook point's block, and what it holds in this pass."""
+    """Return a hook point's block, and its values in this pass."""
     frozen.view.require_chain("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
     # GPT-1's last output is at no hook point of a block
@@ -190,7 +190,7 @@ def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
 
 
 def _names(frozen: FrozenPass, layer: int, mlp: bool) -> list[str]:
-    """Hook points of a block that may be named."""
+    """List the hook points of a block that a dictionary may use."""
     known = frozen.model.hook_dict
     at = frozen.view.blocks[layer].name
     suffixes = list(RESIDUAL)
@@ -212,23 +212,23 @@ def _other(frozen: FrozenPass, layer: int, hook: str, what: str, mlp: bool) -> I
 
 NUMBER_COLUMNS = ("feature", "index", "feature_id", "id")
 LABEL_COLUMNS = ("label", "description", "explanation", "name")
-"""Columns that are read, the first of each that a file has; Neuronpedia's exports have `index` and `description`."""
+"""Columns that are read, the first of each that a file has; Neuronpedia exports have `index` and `description`."""
 
 ENDINGS = (".csv", ".tsv", ".json")
 
 
 @checked_names
 def feature_labels(labels: LabelsLike) -> dict[int, str]:
-    """Labels of features, from a file or a mapping.
+    """Read labels of features from a file or a mapping.
 
     Args:
         labels: a path, or a mapping of features (``12``, ``"12"`` or ``"F12"``) to texts. A ``.csv`` or ``.tsv`` file
             has a header with a column of `NUMBER_COLUMNS` and one of `LABEL_COLUMNS`; a ``.json`` file is an object
-            ``{"12": "a label"}``, or a list of objects with such keys. Empty labels are left out.
+            ``{"12": "a label"}``, or a list of objects with such keys. Empty labels are dropped.
 
     Raises:
-        FileFormatError: a file that cannot be read so, or that labels one feature twice.
-        InvalidInputError: no path and no mapping, another ending, or a feature or a label that is none.
+        FileFormatError: a file in another format, or one that labels a feature twice.
+        InvalidInputError: neither a path nor a mapping, another file extension, or an invalid feature or label.
         OSError: there is no such file.
 
     >>> tlens.circuits.feature_labels({"F12": "forms of *to be*"})
@@ -258,7 +258,7 @@ def feature_labels(labels: LabelsLike) -> dict[int, str]:
 
 
 def names_with_labels(names: Iterable[str], labels: Mapping[int, str]) -> dict[str, str]:
-    """Which of the names of parts, such as ``"F12@7"`` and ``"L2.F12"``, are features with a label, and the label.
+    """Map the names of parts that are labelled features, such as ``"F12@7"`` and ``"L2.F12"``, to their labels.
 
     >>> from tensorlens_tl.circuits.dictionary_features import names_with_labels
     >>> names_with_labels(["F12@7", "error@7", "F3@7"], {12: "to be"})
@@ -273,7 +273,7 @@ def names_with_labels(names: Iterable[str], labels: Mapping[int, str]) -> dict[s
 
 
 def _lines(path: Path) -> list[tuple[Any, Any]]:
-    """Features and labels of a file, as they are written there."""
+    """Return the features and labels of a file, unchecked."""
     text = path.read_text(encoding="utf-8-sig")
     if path.suffix.lower() == ".json":
         content = json.loads(text)
@@ -294,7 +294,7 @@ def _lines(path: Path) -> list[tuple[Any, Any]]:
 
 
 def _column(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The first of some names that a row has."""
+    """Return the first of some names that a row has."""
     for name in names:
         if name in row:
             return name
@@ -316,26 +316,26 @@ def _checked(lines: Iterable[tuple[Any, Any]]) -> Iterable[tuple[int, str]]:
 # ------------------------------------------------------------------ the features of a pass
 
 MANY = 100
-"""So many active features at a token, and no table or graph of them can be read."""
+"""More active features per token than a reader can follow in a table or graph."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features(Scored):
-    """The active features of a dictionary in one frozen pass, as `features` gives them.
+    """The active features of a dictionary in one frozen pass, as returned by `features`.
 
-    `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages.
-    Which token is chosen by `query`, counted over the prompt's real ones, or its text, and `batch`: the last one of the
-    first prompt by default.
+    `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages. The
+    token is selected by `query`, a position among the prompt's real tokens or a text, and by `batch`; the default is
+    the last token of the first prompt.
 
     Attributes:
         frozen: the pass.
         dictionary: its weights.
-        hook, hook_out: where it reads, and what it reconstructs (the same of an autoencoder).
+        hook, hook_out: where it reads, and what it reconstructs (the same for an autoencoder).
         reads, writes: the same as places of the stream.
         index: prompt, position and feature of every active feature at a real token, `[active, 3]`, in this order.
-        values: what they are worth, `[active]`.
-        reconstruction: what the dictionary makes of them, `[batch, pos, d_out]`; zero at padding.
-        labels: what features are called, by their numbers; results and pictures made of these features show them.
+        values: their activations, `[active]`.
+        reconstruction: the dictionary's output, `[batch, pos, d_out]`; zero at padding.
+        labels: labels of features by number, which results and pictures of these features show.
     """
 
     frozen: FrozenPass
@@ -350,7 +350,7 @@ class Features(Scored):
     labels: Mapping[int, str] = field(default_factory=dict[int, str])
 
     LOADABLE: ClassVar = ()
-    """None: features hold a pass and a dictionary. Tables, figures and pages of them can be saved."""
+    """None: features contain a pass and a dictionary. Their tables, figures and pages can be saved."""
 
     def __repr__(self) -> str:
         hooks = " -> ".join(dict.fromkeys((repr(self.hook), repr(self.hook_out))))
@@ -361,17 +361,17 @@ class Features(Scored):
 
     @property
     def provenance(self) -> dict[str, str]:
-        """What they depend on besides the prompts, as of `Attribution`."""
+        """What they depend on besides the prompts, as for `Attribution`."""
         return self.frozen.provenance()
 
     @cached_property
     def error(self) -> Float[Tensor, "batch pos d_out"]:
-        """What the reconstruction leaves out, zero at padding."""
+        """The reconstruction error, zero at padding."""
         return (self.writes.x - self.reconstruction) * self.frozen.mask[..., None]
 
     @property
     def active_per_token(self) -> float:
-        """L0: active features at a real token, on average."""
+        """L0: the mean number of active features per real token."""
         return len(self.values) / int(self.frozen.mask.sum())
 
     @property
@@ -381,7 +381,7 @@ class Features(Scored):
         return 1 - float(self.error.square().sum() / (x - x.mean(0)).square().sum())
 
     def value(self, feature: FeatureLike) -> Float[Tensor, "batch pos"]:
-        """What one feature is worth at every token, zero where it is not active.
+        """Return one feature's activation at every token, zero where it is not active.
 
         Raises:
             InvalidInputError: no such feature.
@@ -396,10 +396,10 @@ class Features(Scored):
         return values
 
     def checked(self, feature: FeatureLike | Entry) -> int:
-        """A feature's number, which may be passed as its name, ``"F12"``, or as the `Entry` that `top` returns.
+        """Return a feature's number, given its number, its name ``"F12"``, or an `Entry` that `top` returned.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no such feature.
         """
         if isinstance(feature, Entry):  # as `top` returns them
             feature = feature.name
@@ -409,7 +409,7 @@ class Features(Scored):
 
     @cached_property
     def reader(self) -> AffineMap:
-        """From the stream to what the encoder is given, scales held."""
+        """The map from the stream to the encoder's input, with scales frozen."""
         how = self.dictionary.normalised(self.reads.x)
         if how is None:
             return chained([self.reads.through])
@@ -417,14 +417,14 @@ class Features(Scored):
 
     @cached_property
     def writer(self) -> AffineMap:
-        """What the decoder's output goes through, held: the scale of a dictionary that normalises."""
+        """The map that the decoder's output passes: the frozen scale of a dictionary that normalises."""
         how = self.dictionary.normalised(self.reads.x)
         return Identity() if how is None else Diagonal(how.multiplied_by)
 
     def gains(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row active"]:
-        """What a target gains for each unit of an active feature, along its vector where the dictionary writes.
+        """Return what a target gains per unit of each active feature, along its vector where the dictionary writes.
 
-        Parts are often hundreds of times larger than what they sum to: the products are in float64.
+        Parts are often hundreds of times larger than their sum, so the products are in float64.
         """
         g = self.writer.pull(g)
         gains = widest(g[:0]).new_zeros(len(g), len(self.values))
@@ -437,7 +437,7 @@ class Features(Scored):
 
     @cached_property
     def others(self) -> dict[str, Float[Tensor, "batch pos d_out"]]:
-        """What else the output is the sum of, zero at padding: b_dec, and what a dictionary that centres adds again."""
+        """The other summands of the output, zero at padding: b_dec, and any mean that the dictionary adds back."""
         b_dec = self.writer(self.dictionary.b_dec.expand_as(self.error))
         parts = {"b_dec": b_dec} | self.dictionary.beside(self.reads.x)
         return {name: part * self.frozen.mask[..., None] for name, part in parts.items()}
@@ -445,7 +445,7 @@ class Features(Scored):
     def pre_activation(
         self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]
     ) -> Float[Tensor, "row batch"]:
-        """What the encoder makes of some features before its activation, at a position of every prompt."""
+        """Return the pre-activations of some features, at one position of every prompt for each."""
         read = self.dictionary.reads(self.reads.x)
         here = read[torch.arange(len(read), device=read.device), positions]
         return (
@@ -455,7 +455,7 @@ class Features(Scored):
     # ------------------------------------------------------------------ as tables and pictures
 
     def _parts(self, query: int | str = -1, batch: int = 0) -> Parts:
-        """The active features at one token, with their labels."""
+        """Return the active features at one token, with their labels."""
         batch, position = self._place(query, batch)
         here = (self.index[:, 0] == batch) & (self.index[:, 1] == position)
         numbers = self.index[here, 2].tolist()
@@ -464,7 +464,7 @@ class Features(Scored):
         return Parts(self.values[here], names, [position] * len(names), labels)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per active feature of every token: batch, position, token, feature, label, activation.
+        """Return one row per active feature of every token: batch, position, token, feature, label, activation.
 
         >>> frame = tlens.circuits.features(frozen, tlens.load_demo_dictionary()).to_dataframe()
         >>> list(frame.columns)
@@ -483,11 +483,11 @@ class Features(Scored):
 
     @property
     def heading(self) -> str:
-        """The title of its page."""
+        """The title of the HTML page."""
         return f"Active features of {self.dictionary.name} at {self.hook}"
 
     def _html(self, k: int, query: int | str = -1, batch: int = 0) -> str:
-        """The k most active features at one token as rows, and how active each is at every token."""
+        """Show the k most active features at one token as rows, with their activations at every token."""
         rows, tokens, plane = self._plane(k, query, batch)
         parts = ["<p>No feature is active at this token.</p>"]
         if rows:
@@ -496,7 +496,7 @@ class Features(Scored):
         return self._panel(*parts, notes=notes)
 
     def _figure(self, k: int, query: int | str = -1, batch: int = 0, *, ax: Any) -> Any:
-        """The same matrix."""
+        """Plot the matrix of `_html`."""
         rows, tokens, plane = self._plane(k, query, batch)
         if not rows:
             raise InvalidInputError(f"plot: no feature of {self.dictionary.name} is active at query={query!r}.")
@@ -511,10 +511,10 @@ class Features(Scored):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NoReturn:
-        """Not possible: features hold the pass and the dictionary, which no file of ours has.
+        """Raise an error: features contain the pass and the dictionary, which are not saved.
 
         Raises:
-            InvalidInputError: always; says how to have them again.
+            InvalidInputError: always; it says how to compute them again.
         """
         raise InvalidInputError(
             f"{cls.__name__}.load({str(path)!r}): features hold a pass and a dictionary, which are not saved. "
@@ -522,13 +522,13 @@ class Features(Scored):
         )
 
     def _place(self, query: int | str, batch: int) -> tuple[int, int]:
-        """Prompt and position of a token."""
+        """Return the prompt and position of a token."""
         check_batch(batch, self.frozen.str_tokens)
         batch %= len(self.frozen.tokens)
         return batch, int(one_query(self.frozen.prompt, query)[batch, 0])
 
     def _which(self, query: int | str, batch: int) -> str:
-        """Which token is looked at, and how many features are active there."""
+        """Describe the selected token, and how many features are active there."""
         batch, position = self._place(query, batch)
         count = int(((self.index[:, 0] == batch) & (self.index[:, 1] == position)).sum())
         token = visible(self.frozen.str_tokens[batch][position])
@@ -538,7 +538,7 @@ class Features(Scored):
         return which
 
     def _plane(self, k: int, query: int | str, batch: int) -> tuple[list[str], list[str], np.ndarray]:
-        """The most active features at a token, the prompt's real tokens, and the activations of one at the other."""
+        """Return labels of the most active features at a token, the prompt's real tokens, and their activations."""
         entries = self.top(k, query=query, batch=batch)
         batch, _ = self._place(query, batch)
         row_of = {int(entry.name[1:]): row for row, entry in enumerate(entries)}
@@ -554,7 +554,7 @@ class Features(Scored):
 
 
 def chained(maps: Iterable[AffineMap]) -> AffineMap:
-    """Maps one after the other, identities left out."""
+    """Compose maps in order, without identities."""
     stages = [m for m in maps if not isinstance(m, Identity)]
     if not stages:
         return Identity()
@@ -563,7 +563,7 @@ def chained(maps: Iterable[AffineMap]) -> AffineMap:
 
 if TYPE_CHECKING:
     FeaturesLike = Features
-    """Features, as a user passes them."""
+    """Features as a user passes them."""
 else:
     FeaturesLike = Any  # our errors say what is wrong
 
@@ -578,26 +578,26 @@ def features(
     any_model: bool = False,
     labels: LabelsLike = None,
 ) -> Features:
-    """The active features of a sparse dictionary in a frozen pass.
+    """Find the active features of a sparse dictionary in a frozen pass.
 
     Args:
         frozen: the pass.
         dictionary: any object with ``W_enc`` `[d_model, feature]` and ``W_dec`` `[feature, d_model]`, such as one of
             SAELens; see `tensorlens_tl.models.dictionaries.read_dictionary`.
-        hook: the hook point that it reads: of the residual stream, or, of a transcoder, of what an MLP reads; None for
-            what the dictionary says (`hook_name`).
-        hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
-        any_model: skip the check that the dictionary was trained on this model and at this hook point, for that of a
-            fine-tuned model's base, say.
-        labels: what features are called: a mapping, or a CSV or JSON file; see `feature_labels`.
+        hook: the hook point that it reads: in the residual stream, or, for a transcoder, at an MLP's input. None uses
+            the dictionary's own `hook_name`.
+        hook_out: for a transcoder, the hook point that it reconstructs: an MLP's output (`hook_name_out`).
+        any_model: accept a dictionary that was trained on another model (a fine-tuned model's base, for example) or at
+            another hook point.
+        labels: labels of features: a mapping, or a CSV or JSON file; see `feature_labels`.
 
     Warns:
         UserWarning: more than `MANY` features are active at a token on average.
 
     Raises:
-        InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype,
-            model or hook point; one that is gated, or gives something else than its weights say; and what
-            `read_dictionary` refuses.
+        InvalidInputError: no such hook point, or one with other values; a dictionary of another width, dtype, model or
+            hook point; a gated dictionary, or one that computes something else than its weights say; and what
+            `read_dictionary` rejects.
         NumericalError: weights that are not finite.
         UnsupportedModelError: an encoder–decoder.
 
@@ -656,23 +656,23 @@ def features(
 
 
 def _labels_of(read: DictionaryWeights, labels: LabelsLike) -> dict[int, str]:
-    """Labels of a dictionary's features.
+    """Return the labels of a dictionary's features.
 
     Raises:
-        InvalidInputError: one of a feature that the dictionary does not have.
+        InvalidInputError: a label for a feature that the dictionary does not have.
     """
     named = feature_labels(labels)
     unknown = [number for number in named if number >= read.features]
     if unknown:
         raise InvalidInputError(
-            f"labels: feature {unknown[0]} has one, and this {read.name} has {read.features} features, 0 to "
-            f"{read.features - 1}. Are they another dictionary's?"
+            f"labels: there is one for feature {unknown[0]}, but this {read.name} has {read.features} features, 0 to "
+            f"{read.features - 1}. Do they belong to another dictionary?"
         )
     return named
 
 
 def _check_fit(frozen: FrozenPass, read: DictionaryWeights, hook: str, any_model: bool) -> None:
-    """Refuse a dictionary of another width, dtype, device or model."""
+    """Reject a dictionary of another width, dtype, device or model."""
     x = frozen.resid_pre(0)
     weight = read.W_enc
     width = x.shape[-1]
@@ -698,12 +698,12 @@ def _check_fit(frozen: FrozenPass, read: DictionaryWeights, hook: str, any_model
 
 
 def _check_place(frozen: FrozenPass, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
-    """Refuse a dictionary that says it reads another place; classes may give one place several names."""
+    """Reject a dictionary that was trained at another place; one place may have several names."""
     if read.hook is None or read.hook == hook:
         return
     try:
         expected = read_at(frozen, str(read.hook), mlp=read.transcodes)
-    except InvalidInputError:  # a name of another class of models
+    except InvalidInputError:  # a name from another class of models
         return
     if expected.place != reads.place:
         raise InvalidInputError(
@@ -713,7 +713,7 @@ def _check_place(frozen: FrozenPass, read: DictionaryWeights, hook: str, reads: 
 
 
 def _plain_name(name: str) -> str:
-    """A model's name without its publisher; aliases of TransformerLens count as the model they stand for."""
+    """Return a model's name without its publisher, with TransformerLens aliases resolved."""
     try:
         from transformer_lens.loading_from_pretrained import get_official_model_name
 

@@ -1,34 +1,33 @@
-"""What components do to a logit: directly, in all, head by head; and what the model would say before a layer.
+"""Effects of components on a logit: direct, total, head by head, along paths; and the logit lens.
 
 A component's *direct* effect is what it adds to the logit along the residual stream alone, past every later head and
 MLP: the inner product of its output with the target's direction pulled through the final norm (and, in a post-LN
-model, through the norms on the way). With all biases counted the direct effects are the logit, exactly.
+model, through the norms on the way). Direct effects and biases sum exactly to the logit.
 
-Its *total* effect is what the logit loses when the component is taken away, whatever lies between. In the frozen pass
-everything later is linear, so the total effect of every head and MLP comes from one pull: its hidden vector dotted with
-the target pulled through everything later. Patterns, ratios and scales stay as they were. In the live model they
-respond as well: with ``live=True`` each component is ablated in a separate run, many to a batch. The two differ by what
-the ablation does to patterns, activations and norms; a previous-token head, say, acts on an induction head's *pattern*,
-which only the live model shows.
+Its *total* effect is what the logit loses when the component is removed, with everything downstream included. In the
+frozen pass everything later is linear, so one pull gives the total effect of every head and MLP: its hidden vector
+dotted with the target pulled through everything later. Patterns, ratios and scales keep their values. In the live model
+they respond as well: with ``live=True`` each component is ablated in a separate run, many to a batch. The two differ by
+the ablation's effect on patterns, activations and norms; a previous-token head, for example, acts on an induction
+head's *pattern*, which only the live model shows.
 
-The *logit lens* is what the model would predict if it stopped before a layer. The residual stream there goes through
-the model's own end: the final norm with the scale that *this* stream has, a masked language model's prediction head,
-the unembedding. Nothing is held fixed but the stream itself. The last value is the model's own logit (nostalgebraist,
+The *logit lens* is the model's prediction if it stopped before a layer. The residual stream there passes through the
+model's own end: the final norm with the scale of *this* stream, a masked language model's prediction head, the
+unembedding. Nothing but the stream itself is fixed. The last value is the model's own logit (nostalgebraist,
 "interpreting GPT: the logit lens", 2020).
 
-Paths through the frozen model: the sum over all of them is the model, exactly.
+*Paths* come from multiplying out the steps of the stream: choose any nodes (heads, MLPs) in order, and pass through
+each of them, with the residual stream in between. The sum over all paths is exactly the frozen model. A path of order 0
+is the direct one, order 1 are the full OV circuits of Elhage et al. (2021) and single MLPs, order 2 holds the virtual
+heads. Every path starts from what reaches its first node directly: the embeddings, and the biases written before it
+(including the node's b_V). With biases assigned this way, the scores of all paths and b_U sum to the logit.
 
-Multiplied out, the steps of the stream are a sum over *paths*: choose in order any nodes (heads, MLPs), go through each
-of them, and along the residual stream between them. A path of order 0 is the direct one, order 1 are the full OV
-circuits of Elhage et al. (2021) and single MLPs, order 2 holds the virtual heads. Every path starts from what reaches
-its first node directly: the embeddings, and the biases written before it (the node's b_V inside). With the
-biases so placed the scores of all paths and b_U sum to the logit.
+In a difference of two runs, the paths sum to the change of the logit. A head is three nodes then, as a path may enter
+it by its values, its queries or its keys: ``"L0H3.v → L1H5.k"`` is the effect of the change of L0H3's values on where
+L1H5 attends, through L1H5's keys. Paths start from the difference between the two embeddings.
 
-In a difference of two runs the sum over all paths is the change of the logit. A head is three nodes then, as a path may
-enter it by its values, its queries or its keys: ``"L0H3.v → L1H5.k"`` is what the change of L0H3's values does to where
-L1H5 attends, by its keys. Paths start from what differs between the two embeddings.
-
-A path is followed backwards, from the target to its first node; ``pulled`` is the target's vector at that node's input.
+Paths are followed backwards, from the target to their first node; ``pulled`` is the target's vector at that node's
+input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -92,27 +91,27 @@ def logit_attribution(
     """Compute the direct effect of every component on a logit; direct effects and biases sum to it.
 
     A head's term includes b_V, as in TransformerLens' ``hook_result``; b_O and b_out are separate terms. In an
-    encoder–decoder both stacks have terms, and heads of cross-attention are ``"L2.cross.H0"``; what the encoder writes
+    encoder–decoder both stacks have terms, and heads of cross-attention are ``"L2.cross.H0"``. The encoder's output
     reaches a logit through these alone, so its direct effect is zero.
 
     Args:
         frozen: the pass, or the difference of two, in which every term is a part of the change.
         target, minus, direction: as in `FrozenOperator.target`.
         by: ``"head"`` (embeddings, heads, each layer's MLP, each bias), ``"component"`` (each layer's attention whole),
-            ``"head_token"`` (by head, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
-            MLPs by neuron).
+            ``"head_token"`` (by head, with each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"``
+            (also MLPs by neuron).
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
-            middle of the model), and what comes before them is one term.
-        final_norm: False ends before the norm that follows the last layer, for a direction of ``hook_resid_post``.
+        layers: consecutive layers. A direction then reads the stream where they end (a probe, or a feature in the
+            middle of the model), and everything before them is one term.
+        final_norm: False ends before the norm that follows the last layer, for a direction at ``hook_resid_post``.
             True is an error if the layers end earlier; `logit_lens` applies that norm to the stream there.
-        rule: what replaces the nonlinear operations on the way, which are norms and a prediction head's activation:
-            direct effects bypass every MLP. One of ``tlens.list_rules()``, or a `Rule`; by ``"head_token"`` a frozen
-            one.
+        rule: what replaces the nonlinear operations on the way, which are norms and a prediction head's activation,
+            since direct effects bypass every MLP. One of ``tlens.list_rules()``, or a `Rule`; ``"head_token"`` needs a
+            rule of the frozen model.
         memory: how much several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
+        InvalidInputError: no such `by`, a query out of range, no target, and what `target` rejects.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
 
     >>> terms = tlens.circuits.logit_attribution(frozen, " value", by="head")
@@ -122,13 +121,13 @@ def logit_attribution(
     check_choice("by", by, BY)
     readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm, one=False)
     if is_of_run(rule) and by == "head_token":
-        raise InvalidInputError("logit_attribution(rule=): tokens by head are of held patterns; use by='head'.")
+        raise InvalidInputError("logit_attribution(rule=): by='head_token' needs frozen patterns; use by='head'.")
     readout = target_under(readout, rule, "logit_attribution", neurons=by == "neuron")
     return direct_effects(readout, by, memory)
 
 
 def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Terms:
-    """The direct effects on a target of any stream; `by` is one of `BY`."""
+    """Compute the direct effects on a target of any stream; `by` is one of `BY`."""
     stream = readout.stream
     x = stream.x[0]
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * stream.widest) * x[..., 0].numel() * x.element_size()
@@ -153,7 +152,7 @@ def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Ter
 
 
 def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, list[Tensor]]:
-    """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
+    """Return names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
     stream = readout.stream
     positions = readout.positions[:, rows]
     pulled = stream.pull(readout.seed_of(rows), sublayers=False)
@@ -192,9 +191,9 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
 
 
 def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch node pos"]:
-    """What each node moves from each source token, wherever it writes it.
+    """Return what each node moves from each source token, wherever it writes it.
 
-    What one without a pattern adds by itself counts where it comes out.
+    The bias of a node without a pattern counts at the position of its output.
     """
     if sublayer.is_attention:
         return token_pairs(sublayer, x, cotangent).sum(-2)
@@ -236,22 +235,23 @@ def total_effects(
         layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
         final_norm: as in `logit_attribution`.
         live: ablate in the live model, where patterns, activations and norms respond, instead of the frozen one. An
-            ablated expert outputs zero for the tokens that are sent to it; the routing of later layers responds.
+            ablated expert outputs zero for the tokens that are routed to it; the routing of later layers responds.
         rule: the rule of the pull: one of ``tlens.list_rules()``, or a `Rule`. Rules of the frozen model read weights.
             Under any other, an effect is a component's hidden vector dotted with the target's gradient there, in the
             live model.
-        nodes: names of the only components to ablate, such as ``["L1H0", "MLP2"]``, each in a copy of the prompts.
+        nodes: the only components to ablate, by name, such as ``["L1H0", "MLP2"]``; each in its own copy of the
+            prompts.
         memory: how much the runs of ``live=True``, or queries of a rule, may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that do not add up: an effect that passes through two components counts for both.
+        Terms that are not additive: an effect that passes through two components counts for both.
 
     Raises:
-        InvalidInputError: no such `by`, node or rule, a rule of a difference, and what `logit_attribution` refuses.
+        InvalidInputError: no such `by`, node or rule, a rule of a difference, and what `logit_attribution` rejects.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             Live effects where the model ignores hooks, or of a part that neither a hook nor a module's call reaches.
         FrozenModelError: ``live=True`` while a frozen pass is attached, or where the live model no longer
-            gives the number that the pass holds.
+            reproduces the pass.
 
     >>> effects = tlens.circuits.total_effects(frozen, " value")
     >>> effects.additive, effects.scores.shape == (1, 1, len(effects))
@@ -267,7 +267,7 @@ def total_effects(
         )
     if rule is not None and (live or isinstance(frozen, Difference)):
         raise InvalidInputError(
-            "total_effects(rule=): a rule is of one run, and ablates nothing in it; leave live out, and ask about one "
+            "total_effects(rule=): a rule applies to one run, and ablates nothing in it; leave live out, and pass one "
             "of the passes of a difference."
         )
     readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm, one=False)
@@ -280,7 +280,7 @@ def total_effects(
 
 
 def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
-    """Where the nodes that are asked about are among all; all of them for None.
+    """Return the indices of the requested nodes; None requests all of them.
 
     Raises:
         InvalidInputError: no such node.
@@ -311,7 +311,7 @@ def _frozen(
 def _in_live_model(
     readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory, rule: Rule | None
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
-    """Ablated in the live model, or by the gradients of a rule there."""
+    """Ablate in the live model, or with a rule multiply hidden vectors by the rule's gradients there."""
     question = "total_effects(live=True)" if rule is None else "total_effects(rule=)"
     if rule is not None:
         check_rule(rule, readout.stream.run, question)
@@ -334,19 +334,19 @@ ABLATIONS = ("zero", "mean", "other")
 def ablated_logits(
     frozen: FrozenPass, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None, query: Query = -1
 ) -> Float[Tensor, "batch query d_vocab"]:
-    """The live model's logits with several heads and MLPs ablated together, at every position.
+    """Return the live model's logits with several heads and MLPs ablated together, at every position.
 
     Args:
         frozen: the pass whose prompts are run again.
         nodes: such as ``["L1H0", "MLP2"]``.
-        by: what a node's hidden vector is replaced by: ``"zero"``; ``"mean"``, its mean over the prompt's tokens but
-            special ones; or ``"other"``, what it is in another pass.
-        other: that pass, of as many prompts and tokens; with ``by="other"`` only.
+        by: what replaces a node's hidden vector: ``"zero"``; ``"mean"``, its mean over the prompt's tokens except
+            special ones; or ``"other"``, its value in another pass.
+        other: that pass, with as many prompts and tokens; only with ``by="other"``.
         query: positions of the logits.
 
     Raises:
-        InvalidInputError: no such node or ablation, no other pass of the same shape, or an expert that is to be
-            replaced by anything but zero.
+        InvalidInputError: no such node or ablation, no other pass of the same shape, or an expert to be replaced by
+            anything but zero.
         UnsupportedModelError: the model has no logits, ignores hooks, or a node is out of their reach.
 
     >>> from tensorlens_tl.circuits.effects import ablated_logits
@@ -357,7 +357,7 @@ def ablated_logits(
 
 
 class Ablation:
-    """The live model of a pass, to be run with heads and MLPs ablated; what all choices of nodes share is done once.
+    """The live model of a pass, prepared for ablating several choices of heads and MLPs one after the other.
 
     Args:
         frozen: the pass whose prompts are run again.
@@ -380,7 +380,7 @@ class Ablation:
 
     @cached_property
     def _live(self) -> LiveTarget:
-        """The model, which was compared with the pass."""
+        """The live model, compared with the pass on first use."""
         return LiveTarget(self._readout, "ablated_logits")
 
     @cached_property
@@ -432,7 +432,7 @@ class Ablation:
 def _mean_of_tokens(
     frozen: FrozenPass, point: str, value: Float[Tensor, "batch some width"]
 ) -> Float[Tensor, "batch some width"]:
-    """A hook point's vectors, each prompt's own mean over its real tokens, at every position."""
+    """Replace a hook point's vectors at every position by each prompt's mean over its real tokens."""
     counted = frozen.mask.clone()
     for row, special in zip(counted, special_positions(frozen.view, frozen.prompt) or (), strict=False):
         row[special] = False
@@ -441,20 +441,20 @@ def _mean_of_tokens(
     return ((value * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp_min(1)).expand_as(value)
 
 
-# ------------------------------------------------------------------ one head by itself
+# ------------------------------------------------------------------ one head on its own
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMap:
-    """One head by itself, pattern frozen: what it moves from token to token, and what becomes of that.
+    """One head on its own, with its pattern frozen: what it moves from token to token, and the effect of that.
 
     Attributes:
-        layer, head: indices of the head.
-        cross: whether it is one of cross-attention.
-        map: stream before the head -> what it writes (b_V inside, b_O not), an `AffineMap`.
-        pattern: `[batch, query, key]`; of an encoder–decoder's between all positions, the encoder's first.
-        vectors: what each source token offers, v_j W_O, through the linear part of a norm after the sublayer but its
-            denominator, `[batch, key, d_model]`.
+        layer, head: which head.
+        cross: whether it belongs to cross-attention.
+        map: the map from the stream before the head to its output (with b_V, without b_O), an `AffineMap`.
+        pattern: `[batch, query, key]`; in an encoder–decoder between all positions, the encoder's first.
+        vectors: each source token's v_j W_O, `[batch, key, d_model]`, through the linear part of any norm after the
+            sublayer, without its denominator.
     """
 
     frozen: FrozenPass
@@ -474,7 +474,7 @@ class HeadMap:
         return f"HeadMap({sublayer.nodes[self.head]} of {self.frozen.view.description}, batch={batch}, pos={query})"
 
     def contributions(self, query: Query = "all") -> Float[Tensor, "batch query key d_model"]:
-        """``A_ij v_j W_O``: what source token j puts into position i through this head.
+        """Return ``A_ij v_j W_O``: what source token j contributes to position i through this head.
 
         Raises:
             InvalidInputError: a query out of range.
@@ -491,7 +491,7 @@ class HeadMap:
 
     @property
     def _weights(self) -> Float[Tensor, "batch query key"]:
-        """The pattern over the scale of a norm after the sublayer, between real tokens."""
+        """The pattern divided by the scale of any norm after the sublayer, between real tokens."""
         mask = self.frozen.mask
         return self.pattern / self._scale * (mask[:, :, None] & mask[:, None])
 
@@ -502,7 +502,7 @@ class HeadMap:
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the head writes to the residual stream, zero at padding."""
+        """The head's output to the residual stream, zero at padding."""
         number, _ = self._stream.at(self.layer, cross=self.cross)
         return self.map(self._stream.x[number]) * self.frozen.mask[..., None]
 
@@ -510,7 +510,7 @@ class HeadMap:
     def effect(self) -> Float[Tensor, "batch pos d_out"]:
         """The head's total effect: its output pushed through everything later, to the stream that is unembedded.
 
-        Of a range of layers, to where the range ends.
+        With a range of layers, to the end of that range.
         """
         self.frozen.check_fresh()
         number, _ = self._stream.at(self.layer, cross=self.cross)
@@ -528,13 +528,13 @@ class HeadMap:
         direction: Direction = None,
         direct: bool = False,
     ) -> Float[Tensor, "batch query key"]:
-        """What each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
+        """Compute what each token pair of this head adds to a logit through everything later, `[batch, query, key]`.
 
         Args:
-            target, minus, direction: as in `FrozenOperator.target`; where the head was taken from a range of layers, a
+            target, minus, direction: as in `FrozenOperator.target`; if the head was taken from a range of layers, a
                 direction reads the stream where they end.
-            query: the position whose prediction the target is part of.
-            direct: only along the residual stream, past every later head and MLP.
+            query: the position of the target.
+            direct: count only the direct effect along the residual stream, past every later head and MLP.
 
         Returns:
             Scores whose sum is ⟨output, pulled-back target⟩, the head's total (or direct) effect on the logit.
@@ -563,15 +563,15 @@ def head_map(
     final_norm: bool | None = None,
     rule: FrozenRule = "frozen",
 ) -> HeadMap:
-    """One head of a frozen pass, by itself.
+    """Return one head of a frozen pass on its own.
 
     Args:
         frozen: the pass.
-        layer, head: indices of the head; with grouped-query attention the head is a query head.
-        cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention.
-        layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
-        final_norm: whether its effect goes through the norm after the last layer.
-        rule: what stands for the activations of the MLPs that its effect goes through.
+        layer, head: which head; with grouped-query attention a query head.
+        cross: take a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention.
+        layers: consecutive layers that its effect passes, the head's layer among them; None for all.
+        final_norm: whether its effect passes the norm after the last layer.
+        rule: what replaces the activations of the MLPs that its effect passes.
 
     Raises:
         InvalidInputError: no such layer or head.
@@ -590,8 +590,8 @@ def head_map(
         output = output.inner
     if not isinstance(output, Linear):
         raise UnsupportedModelError(
-            f"blocks.{layer} of this {frozen.view.description}: a gate or a norm scales what its heads give, by what "
-            "the receiving token is; a head has no map of its own there. Its terms and effects work (by='head')."
+            f"blocks.{layer} of this {frozen.view.description}: a gate or a norm scales the outputs of its heads "
+            "by what the receiving token is, so a head has no map of its own. Terms and effects work (by='head')."
         )
     width = output.weight.shape[0] // len(sublayer.nodes)
     linear: list[AffineMap] = [Linear(output.weight[head * width : (head + 1) * width])]
@@ -609,7 +609,7 @@ def head_map(
 
 
 def _at_all_positions(norm: AffineMap) -> Norm:
-    """A norm after the sublayer; of one side of an encoder–decoder with scale 1 at the other's positions."""
+    """Return a norm after the sublayer; in an encoder–decoder with scale 1 at the other side's positions."""
     if not isinstance(norm, Segment):
         assert isinstance(norm, Norm)
         return norm
@@ -630,22 +630,22 @@ def logit_lens(
     direction: Direction = None,
     query: Query = -1,
 ) -> Float[Tensor, "batch query depth"]:
-    """The logit of a token in the residual stream before every layer, and after the last one.
+    """Compute the logit of a token in the residual stream before every layer, and after the last one.
 
     Args:
         frozen: the pass.
-        target, minus: as in `FrozenOperator.target`; ``"first-choice"`` is what the whole model predicts.
+        target, minus: as in `FrozenOperator.target`; ``"first-choice"`` is the whole model's prediction.
         direction: a vector at the final norm's output instead of a token.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
 
     Returns:
-        Logits before any final soft cap, `n_layers + 1` of them: in the stream before layer 0, 1, …, and at the end,
-        where it is the model's own. Of an encoder–decoder, its decoder's layers. They are no parts of a sum: what each
-        component adds to the logit is `logit_attribution`.
+        `n_layers + 1` logits before any final soft cap: in the stream before layer 0, 1, …, and at the end, where it
+        is the model's own. An encoder–decoder has those of its decoder's layers. They are not parts of a sum;
+        `logit_attribution` gives what each component adds to the logit.
 
     Raises:
-        InvalidInputError: no frozen pass, and what `FrozenOperator.target` refuses.
-        UnsupportedModelError: several streams, or an end that does not give the model's own number from its last
+        InvalidInputError: no frozen pass, and what `FrozenOperator.target` rejects.
+        UnsupportedModelError: several streams, or an end that does not reproduce the model's own number from its last
             stream.
 
     >>> tlens.circuits.logit_lens(frozen, " value").shape  # batch query depth
@@ -677,7 +677,7 @@ def logit_lens(
 
 
 def _end(frozen: FrozenPass, layer: int, to_tokens: bool) -> Float[Tensor, "batch pos d_model"]:
-    """What is unembedded (or the final norm's output) if the model stops before a layer."""
+    """Return the unembedding's input (or the final norm's output) if the model stops before a layer."""
     view = frozen.view
     x = upcast(frozen.resid_pre(layer))
     if view.final_norm is not None:
@@ -695,7 +695,7 @@ def _end(frozen: FrozenPass, layer: int, to_tokens: bool) -> Float[Tensor, "batc
 
 
 def _normed(frozen: FrozenPass, norm: NormWeights, name: str | None, x: Tensor) -> Float[Tensor, "batch pos d_model"]:
-    """A norm with the scale that this stream has; `name` is the module's (or its hook point's), where it has one."""
+    """Apply a norm with the scale of this stream; `name` is its module (or its hook point), if it has one."""
     if norm.epsilon is None:
         assert name is not None  # it has a hook point of its own
         module = frozen.view.model.get_submodule(name.removesuffix(".hook_scale"))
@@ -704,20 +704,20 @@ def _normed(frozen: FrozenPass, norm: NormWeights, name: str | None, x: Tensor) 
 
 
 MOST_PATHS = 100_000
-"""How many paths `paths` lists before it refuses."""
+"""The most paths that `paths` lists before it raises an error."""
 
 MOST_ROWS = 64
-"""Partial paths that are pulled back at once, if memory allows."""
+"""Partial paths that are pulled back at once, memory permitting."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Partial:
-    """Paths that still have their beginning before them: the target's vector at the input of their first node.
+    """Paths whose beginning is still open: the target's vector at the input of their first node.
 
     Attributes:
         pulled: `[path, batch, pos, d_model]`, sorted by `step`, latest first.
-        step: the step of each one's first node; its beginning lies in earlier steps.
-        names: each one's nodes, first to last.
+        step: the step of each path's first node; the path begins in an earlier step.
+        names: each path's nodes, first to last.
     """
 
     pulled: Float[Tensor, "path batch pos d_model"]
@@ -740,21 +740,21 @@ def paths(
     final_norm: bool | None = None,
     rule: RuleLike = None,
 ) -> Paths:
-    """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
+    """List every path through at most `max_order` heads and MLPs, and sum the longer ones.
 
     Args:
         frozen: the pass, or the difference of two: then heads are nodes by values, queries and keys (``"L0H3.k"``), and
             the paths sum to the change of the target.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
-        max_order: the most nodes a listed path has; the longer ones are the remainder, summed by one more pull.
+        max_order: the most nodes of a listed path; the longer paths are the remainder, summed by one more pull.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
-        rule: what stands in place of what is not linear, as in `contribution_graph`.
+        rule: what replaces the nonlinear operations, as in `contribution_graph`.
 
     Returns:
         Terms named ``"direct"``, ``"L0H3"``, ``"L0H3 → L1H5"`` and so on, in order of length.
 
     Raises:
-        InvalidInputError: a negative order, several queries, and what `logit_attribution` refuses.
+        InvalidInputError: a negative order, several queries, and what `logit_attribution` rejects.
         SizeError: more than `MOST_PATHS` paths.
 
     >>> paths = tlens.circuits.paths(frozen, " value", max_order=1)
@@ -766,7 +766,7 @@ def paths(
     readout = target_under(readout, rule, "paths")
     stream = readout.stream
     max_order = min(max_order, len(readout.stream.steps))
-    ways = [1] + [0] * max_order  # how many there are of each order: symmetric polynomials of the steps' node counts
+    ways = [1] + [0] * max_order  # paths of each order: elementary symmetric polynomials of the steps' node counts
     for step in stream.steps:
         nodes = len(step.part_names)
         ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
@@ -826,20 +826,20 @@ def top_paths(
     final_norm: bool | None = None,
     rule: RuleLike = None,
 ) -> Paths:
-    """The k largest paths that a beam search finds, of any length, for one prompt.
+    """Find the k largest paths of any length by beam search, for one prompt.
 
-    Backwards from the target: partial paths are ranked by the absolute value of all that flows through them, and the
-    `width` best of each length are continued. The remainder is everything else: the sum of all paths, by one
-    more pull, less the k; so here `gap` measures that pull, and not the scores of the k.
+    The search goes backwards from the target: a partial path is worth the absolute value of everything that flows
+    through it, and the `width` best of each length are extended. The remainder is everything else: the sum of all
+    paths, by one more pull, minus the k; so here `gap` measures that pull, not the scores of the k.
 
     Args:
         frozen: a pass of one prompt, or the difference of two.
         target, minus, query, direction, layers, rule: as in `paths`.
         k: how many paths.
-        width: partial paths that are followed at each length.
+        width: how many partial paths to extend at each length.
 
     Raises:
-        InvalidInputError: k or width below 1, several prompts, and what `paths` refuses.
+        InvalidInputError: k or width below 1, several prompts, and what `paths` rejects.
 
     >>> paths = tlens.circuits.top_paths(frozen, " value", k=3)
     >>> len(paths.names), bool((paths.gap < 1e-4).all())
@@ -856,7 +856,7 @@ def top_paths(
     stream = readout.stream
     names: list[tuple[str, ...]] = [()]
     scores = [_direct_path(readout)[:, 0]]
-    # of each length the k largest: a deep model has a hundred times as many candidates, and a name each takes longer
+    # only the k largest of each length: a deep model has a hundred times as many candidates, and naming them is slow
     partial = _Partial(readout.seed, torch.tensor([len(stream.steps)]), [()])
     while partial.names:
         candidates, through, alone = _candidates(stream, partial)
@@ -880,7 +880,7 @@ def top_paths(
 
 
 def _direct_path(readout: StreamTarget) -> Float[Tensor, "1 batch"]:
-    """The direct path's score."""
+    """Return the direct path's score."""
     return (upcast(readout.seed) * readout.stream.direct[-1]).sum((-2, -1))
 
 
@@ -889,24 +889,24 @@ def _label(path: tuple[str, ...]) -> str:
 
 
 def _named(stream: Stream, partial: "_Partial", candidates: Int[Tensor, "path 3"]) -> list[tuple[str, ...]]:
-    """The nodes of paths that are one longer, first to last."""
+    """Name the nodes of paths that are one longer, first to last."""
     return [(stream.steps[step].part_names[node], *partial.names[row]) for row, step, node in candidates.tolist()]
 
 
 def _rows_at_once(stream: Stream) -> int:
-    """How many partial paths the working memory holds, with the widest hidden layer beside each."""
+    """Return how many partial paths fit in the working memory, each with the widest hidden layer."""
     x = stream.x[0]
     per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * stream.widest) * x.element_size()
     return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
 
 
 def _by_order(stream: Stream, seed: Tensor, max_order: int) -> Float[Tensor, "batch order"]:
-    """The sum of all paths of each order, and of all longer ones, by one pull with orders as rows."""
+    """Return the sum of all paths of each order, and of all longer ones, by one pull with orders as rows."""
     rows = torch.cat([seed, seed.new_zeros(max_order + 1, *seed.shape[1:])])
     sums = upcast(rows[..., 0, 0]) * 0
 
     def shifted(values: Tensor) -> Tensor:
-        """One node more: row n moves to n + 1, and what is longer stays longer."""
+        """Move row n to n + 1, for one more node; the last row accumulates all longer paths."""
         moved = torch.cat([torch.zeros_like(values[:1]), values[:-1]])
         moved[-1] += values[-1]
         return moved
@@ -925,7 +925,7 @@ def _by_order(stream: Stream, seed: Tensor, max_order: int) -> Float[Tensor, "ba
 
 
 def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tensor]:
-    """Every path that is one node longer: ``(row, step, node)``, all that flows through it, and it by itself.
+    """Return every path that is one node longer: ``(row, step, node)``, everything through it, and it alone.
 
     Shapes `[path, 3]`, `[path, batch]`, `[path, batch]`.
     """
@@ -952,7 +952,7 @@ def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tens
 
 
 def _extend(stream: Stream, partial: _Partial, chosen: Int[Tensor, "path 3"]) -> _Partial:
-    """The chosen longer paths, pulled back to the input of their new first node."""
+    """Extend the chosen paths, pulled back to the input of their new first node."""
     pulled = []
     steps = []
     names = []

@@ -1,18 +1,18 @@
-"""Which terms sparse features sum up, what they do, and how they feed each other: exact sums on a frozen pass.
+"""Circuits of sparse features on a frozen pass: the causes of a feature, its effects, and edges between features.
 
     pre-activation = Σ source tokens + bias                                 (`feature_attribution`)
     logit          = Σ active features + reconstruction error + b_dec + bias     (`feature_effects`)
     pre-activation = Σ earlier features + error + b_dec + bias                (`feature_edges`)
 
-A feature as a target is a direction of the stream, its row of the encoder; as a source it is a vector in the stream,
-its value times its row of the decoder, and its score is the inner product of that with the target pulled back to it.
-So the score is what the frozen model's target loses when the feature is taken out of the stream. One pull is enough for
-all features of a target. A feature that is not active has a pre-activation like any other, and no effect.
+All three sums are exact. As a target, a feature is a direction of the stream, its row of the encoder. As a source, it
+is a vector in the stream, its value times its row of the decoder, and its score is the inner product of that vector
+with the target pulled back to it: what the frozen model's target loses when the feature is removed from the stream. One
+pull serves all features of a target. An inactive feature has a pre-activation like any other, and no effect.
 
-A graph with features among heads and MLPs as its nodes is `contribution_graph` with ``dictionaries=``.
+For a graph whose nodes are features, heads and MLPs, use `contribution_graph` with ``dictionaries=``.
 
-A transcoder stands in its MLP's place: the error is what the MLP gives and the transcoder does not, and what reaches
-the target beside that MLP is one term.
+A transcoder replaces its MLP: the error is the part of the MLP's output that the transcoder does not reproduce, and
+everything that reaches the target beside that MLP is one term.
 """
 
 from collections.abc import Iterable, Iterator
@@ -63,20 +63,20 @@ def feature_attribution(
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Attribution | Terms:
-    """The terms that a feature's pre-activation is the sum of.
+    """Compute the terms that sum to a feature's pre-activation.
 
     Args:
-        features: those of a pass, from `circuits.features`.
+        features: the features of a pass, from `circuits.features`.
         feature: its number or name (``"F12"``); it need not be active.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
             ``"head"``, ``"head_token"`` or ``"neuron"``, as in `logit_attribution`.
         rule: the rule for MLPs on the way.
-        memory: what may be allocated at once, as ``"512MB"`` or bytes.
+        memory: how much may be allocated at once, as ``"512MB"`` or bytes.
 
     Returns:
-        An `Attribution` by token, otherwise `Terms`. The total is the pre-activation that the dictionary itself
-        computes. `b_enc` (with what b_dec takes away) is part of the bias, or a term.
+        An `Attribution` by token, otherwise `Terms`. The total is the dictionary's own pre-activation. `b_enc` (with
+        what the encoder's subtraction of b_dec contributes) is part of the bias, or a term.
 
     Raises:
         InvalidInputError: no such feature, query or `by`.
@@ -126,21 +126,21 @@ def feature_effects(
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Terms:
-    """What every active feature adds to a logit; with the error, b_dec and the biases they sum to it.
+    """Compute what every active feature adds to a logit; with the error, b_dec and the biases, the terms sum to it.
 
-    A score is what the frozen model's logit loses when the feature is taken out of what it is written to.
+    A score is what the frozen model's logit loses when the feature is removed where it writes.
 
     Args:
-        features: those of a pass, from `circuits.features`.
+        features: the features of a pass, from `circuits.features`.
         target, minus, direction: as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
             ``"feature"`` (summed over positions).
         rule: the rule for MLPs on the way.
-        memory: what may be allocated at once, as ``"512MB"`` or bytes.
+        memory: how much may be allocated at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
+        InvalidInputError: no such `by`, a query out of range, no target, and what `target` rejects.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: the weights were changed since the pass.
 
@@ -174,17 +174,16 @@ def feature_edges(
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> FeatureEdges:
-    """What every active feature of an early dictionary adds to the pre-activations of a late one's features.
+    """Compute what each active feature of an early dictionary adds to the pre-activations of a late one's features.
 
     Args:
-        early, late: the features of one pass, the early ones written no later than the late ones are read.
-        features: which of the late ones; None for those active at a query in any prompt.
-        query: at which positions, the last real token by default.
-        by: as in `feature_effects`.
-        rule, memory: as in `feature_effects`.
+        early, late: features of the same pass; the early ones are written no later than the late ones are read.
+        features: which late features; None for those active at a query in any prompt.
+        query: the positions of the late features, the last real token by default.
+        by, rule, memory: as in `feature_effects`.
 
     Returns:
-        A row for each query and late feature. They are pulled back together, one vector each.
+        A row for each query and late feature. All rows are pulled back together, one vector each.
 
     Raises:
         InvalidInputError: no such feature, query or `by`; features of two passes, or in the wrong order.
@@ -198,10 +197,10 @@ def feature_edges(
     frozen = _checked(early).frozen
     rule = check_rule(rule)
     if _checked(late).frozen is not frozen:
-        raise InvalidInputError("feature_edges: early and late are of two passes; make both from the same frozen pass.")
+        raise InvalidInputError("feature_edges: early and late are of two passes; compute both from the same one.")
     if late.reads.place < early.writes.place:
         raise InvalidInputError(
-            f"feature_edges: late reads {late.hook}, which comes before {early.hook_out}, where early writes. Exchange "
+            f"feature_edges: late reads {late.hook}, which comes before {early.hook_out}, where early writes. Swap "
             "them."
         )
     positions = query_positions(frozen.prompt, query)
@@ -230,7 +229,7 @@ def _checked(features: Any) -> Features:
 def _pre_activations(
     features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "batch row"], label: str, rule: FrozenRule
 ) -> StreamTarget:
-    """Pre-activations, one in each row, as a target that the stream leads to; `rule` is that of MLPs on the way."""
+    """Return pre-activations as a target of the stream, one in each row; `rule` applies to MLPs on the way."""
     frozen = features.frozen
     vectors = features.dictionary.W_enc.T[numbers][:, None].expand(-1, len(frozen.tokens), -1)
     reader = features.reader.at(RowPositions(positions.T))
@@ -250,7 +249,7 @@ def _pre_activations(
 
 
 def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Which query and which feature each row is about."""
+    """Return the query and the feature of each row."""
     queries = range(positions.shape[1])
     if features is not None:
         values = plain(features)
@@ -264,7 +263,7 @@ def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Te
         at = positions[late.index[:, 0]] == late.index[:, 1, None]
         pairs = [(query, int(number)) for query in queries for number in late.index[at[:, query], 2].unique()]
         if not pairs:
-            raise InvalidInputError("features: none is active there; name some, or ask about another query.")
+            raise InvalidInputError("features: none is active there; name some, or choose another query.")
     columns, numbers = torch.tensor(pairs, device=positions.device).T
     return columns, numbers
 
@@ -272,14 +271,7 @@ def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Te
 def _pulled(
     readout: StreamTarget, through: AffineMap, row_bytes: int, memory: Memory, title: str
 ) -> Iterator[tuple[Float[Tensor, "row batch pos d_model"], Float[Tensor, "row batch"]]]:
-    """A target's vectors pulled to every position of an earlier stream, and what is added after it, rows by rows.
-
-    Args:
-        readout: the target.
-        through: what lies between.
-        row_bytes: what one row allocates.
-        memory, title: what all of them may, and the words at the progress bar.
-    """
+    """Pull a target's vectors through a map to all positions of an earlier stream; yield rows with their constants."""
     frozen = readout.stream.run
     length = frozen.tokens.shape[1]
     for rows in chunks(readout.positions.shape[1], row_bytes, memory, title):
@@ -295,7 +287,7 @@ def _pulled(
 def _effects(
     features: Features, readout: StreamTarget, by: str, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "row batch term"]]:
-    """Everything that adds to a target which the stream leads to from where the features are written."""
+    """Return everything that adds to a target from where the features are written onwards."""
     check_choice("by", by, BY)
     writes = features.writes
     steps = readout.stream.steps[readout.stream.step_at(writes.place.layer, writes.place.step) :]
@@ -323,11 +315,11 @@ def _effects(
 
 
 def _columns(features: Features, by: str) -> tuple[Int[Tensor, "active"], int, list[str], Int[Tensor, "token"] | None]:
-    """Which term each active feature counts for.
+    """Assign each active feature to a term.
 
     Returns:
-        The term's number, those of a later prompt after those of the one before; how many terms of features a prompt
-        has; the names of everything that a dictionary gives; and the positions whose errors are terms, None for one.
+        The term's number, offset by prompt; the number of feature terms per prompt; the names of all of a dictionary's
+        terms; and the positions whose errors are separate terms, None for a single term.
     """
     prompt, position, feature = features.index.T
     count = features.dictionary.features

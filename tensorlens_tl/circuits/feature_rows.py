@@ -1,7 +1,7 @@
-"""What a feature stands for, as a data set shows it: where it is most active, how often, and what it promotes.
+"""Describe features by a data set: where they are most active, how often, and which tokens they promote.
 
-Rows pass by in batches. Of each batch only what is among a feature's k largest stays, so that the memory is that of one
-batch and of the examples, however many rows there are. A row gives a feature one example at most: its largest token.
+Rows are read in batches, and only each feature's k largest examples are kept, so memory is bounded by one batch and the
+examples, however many rows there are. A row gives a feature at most one example: its largest token.
 """
 
 import os
@@ -35,22 +35,22 @@ from tensorlens_tl.results import Entry, FeatureExamples
 # ------------------------------------------------------------------ the largest so far
 
 OCTAVE = 2
-"""Bins of the histogram in a factor of two."""
+"""Histogram bins per factor of two."""
 
 LOWEST = -10
 HIGHEST = 15
-"""Powers of two that the histogram spans; what is beyond is counted in its first and last bin."""
+"""Powers of two that the histogram spans; values beyond them are counted in its first and last bin."""
 
 BINS = OCTAVE * (HIGHEST - LOWEST)
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples of features: rows of a data set, each at the token where the feature is largest in it.
+    """Examples of features: rows of a data set, each at the token where the feature is largest.
 
     Attributes:
         peaks: the value there, `[feature, example]`.
-        rows, positions: which row, and where in it; −1 for no example.
+        rows, positions: the row, and the position in it; −1 for no example.
         activations: the values around it, `[feature, example, window]`, zero outside the row.
         tokens: the token ids there; −1 outside the row.
     """
@@ -66,10 +66,10 @@ class Examples:
         cls, values: Float[Tensor, "row pos feature"], tokens: Int[Tensor, "row pos"], rows: Int[Tensor, "row"],
         lengths: Int[Tensor, "row"], k: int, window: tuple[int, int],
     ) -> "Examples":  # fmt: skip
-        """The largest of one batch: at most one example a row, of the k rows that are largest.
+        """Return the largest examples of one batch: at most one per row, from the k rows with the largest values.
 
-        Values are those of every feature at every token, zero where it is not active; rows rise, lengths count real
-        tokens, and the window is how many tokens before and after.
+        Values are zero where a feature is not active; rows ascend, lengths count real tokens, and the window is the
+        number of tokens before and after.
         """
         sizes = values.abs()
         size = sizes.amax(dim=1)
@@ -89,11 +89,11 @@ class Examples:
 
     @classmethod
     def of_features(cls, parts: Sequence["Examples"]) -> "Examples":
-        """The examples of several groups of features, one group after the other."""
+        """Concatenate the examples of several groups of features."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
     def merged(self, other: "Examples", k: int) -> "Examples":
-        """The k largest of both; of examples that are alike, those of the earlier rows."""
+        """Return the k largest of both; among equal examples, those of the earlier rows."""
         both = Examples(
             *(torch.cat([getattr(self, name), getattr(other, name)], dim=1) for name in self.__dataclass_fields__)
         )
@@ -109,7 +109,7 @@ class Examples:
 def histogram(
     values: Float[Tensor, "active"], columns: Int[Tensor, "active"], features: int
 ) -> Int[Tensor, "feature bin"]:
-    """How many values of each feature lie in each bin, by size: half octaves from 2**LOWEST to 2**HIGHEST."""
+    """Count each feature's values by size, in half octaves from 2**LOWEST to 2**HIGHEST."""
     bins = (OCTAVE * (values.double().abs().log2() - LOWEST)).floor().clamp(0, BINS - 1).long()
     return (columns * BINS + bins).bincount(minlength=features * BINS).reshape(features, BINS)
 
@@ -117,7 +117,7 @@ def histogram(
 # ------------------------------------------------------------------ the rows of a data set
 
 ROWS_AT_ONCE = 256
-"""Rows that are read before they are put into batches of similar length."""
+"""Rows that are read before they are grouped into batches of similar length."""
 
 PROBED = 64
 """Tokens of the first row on which the dictionary is compared with its hook point and with its own `encode`."""
@@ -130,7 +130,7 @@ READERS = {
     ".parquet": "pandas.read_parquet({})['text']",
     ".txt": "open({}, encoding='utf-8').read().splitlines()",
 }
-"""What gives the rows of a file, by the end of its name."""
+"""How to read the rows of a file, by the end of its name."""
 
 
 @checked_names
@@ -151,35 +151,35 @@ def feature_examples(
     any_model: bool = False,
     memory: Memory = None,
 ) -> FeatureExamples:
-    """The top activating examples of features over a data set, how often each is active, and what each promotes.
+    """Find the top activating examples of features over a data set, how often each is active, and what it promotes.
 
     Args:
         model: a TransformerLens model that reads tokens.
         dictionary, hook, any_model: as in `circuits.features`.
-        input: texts or rows of token ids: a list, a tensor `[row, pos]`, or anything that gives them one by one, such
-            as ``dataset["text"]``, ``pandas.read_csv("rows.csv")["text"]`` or a generator. It is read once, some rows
-            at a time. A file's name and a whole table are refused.
+        input: texts or rows of token ids: a list, a tensor `[row, pos]`, or any iterable of them, such as
+            ``dataset["text"]``, ``pandas.read_csv("rows.csv")["text"]`` or a generator. It is read once, some rows at a
+            time. File names and whole tables are rejected.
         features: numbers or names (``"F12"``) of features, one or several; None is all of them. The position in
-            a term's name, ``"F12@7"``, is not used: examples are of all tokens.
-        k: examples of each feature, of different rows.
-        window: how many tokens before and after the largest one an example shows.
-        skip: so many tokens at the beginning of each row are not looked at; 1 leaves out a token that every row begins
-            with, where many dictionaries have their largest values.
+            a term's name, ``"F12@7"``, is ignored: examples are of all tokens.
+        k: the number of examples per feature, from different rows.
+        window: how many tokens an example shows before and after the largest one.
+        skip: how many tokens to ignore at the beginning of each row; 1 leaves out a token that every row begins with,
+            where many dictionaries have their largest values.
         promoted: how many of the tokens whose logits a feature's decoder row raises most are listed.
         labels: as in `feature_labels`.
-        truncate: read of a row that is longer than the model's context only its beginning; otherwise it is refused.
+        truncate: read only the beginning of a row that is longer than the model's context, which is otherwise an error.
         prepend_bos: as in `freeze`.
-        memory: what one batch may allocate, as ``"512MB"`` or bytes. The examples take features × k × window numbers
-            besides.
+        memory: how much one batch may allocate, as ``"512MB"`` or bytes. The examples take a further
+            features × k × window numbers.
 
     Returns:
-        A `FeatureExamples`. Values are the dictionary's own, compared with its `encode` in every batch; examples are
-        ordered by size. What is promoted is ``W_dec · W_U``, with the final norm's gain and centring and without its
-        scale; there is none where no matrix leads from the stream to the logits.
+        A `FeatureExamples`. Values are the dictionary's own, checked against its `encode` in every batch; examples are
+        ordered by size. The promoted tokens follow from ``W_dec · W_U``, with the final norm's gain and centring but
+        without its scale; there are none if no matrix leads from the stream to the logits.
 
     Raises:
-        InvalidInputError: what `circuits.features` refuses; no rows, a file's name or a table in their place, or a row
-            that is no text and no token ids; no such feature, or one twice; a window or a number that is none.
+        InvalidInputError: what `circuits.features` rejects; no rows, a file name or a table in their place, or a row
+            that is neither text nor token ids; no such feature, or one twice; an invalid window or number.
         UnsupportedModelError: a model that reads no tokens, an encoder–decoder.
 
     >>> rows = tlens.demo.held_out_prompts(model, 8, 32)
@@ -208,10 +208,10 @@ def feature_examples(
 
 
 def _rows(view: ModelView, input: Any, truncate: bool, prepend_bos: bool | None) -> Iterator[Int[Tensor, "pos"]]:
-    """Each row's token ids, one row at a time.
+    """Yield each row's token ids.
 
     Raises:
-        InvalidInputError: no texts and no token ids; a row that is empty, too long, or has ids of no token.
+        InvalidInputError: neither texts nor token ids; an empty or too long row, or ids outside the vocabulary.
     """
     if view.reads != "tokens":
         raise UnsupportedModelError(
@@ -248,13 +248,13 @@ def _rows(view: ModelView, input: Any, truncate: bool, prepend_bos: bool | None)
         if bool(outside.any()):
             raise InvalidInputError(
                 f"input: row {number} has the token id {int(ids[0][outside][0])}, and the vocabulary ends at "
-                f"{view.d_vocab - 1}. Is it another tokenizer's?"
+                f"{view.d_vocab - 1}. Does it come from another tokenizer?"
             )
         yield ids[0][:length].cpu()
 
 
 class _Running:
-    """What has been seen of the chosen features so far."""
+    """The running examples and counts of the chosen features."""
 
     def __init__(
         self, view: ModelView, probe: Features, chosen: list[int], k: int, window: tuple[int, int], skip: int
@@ -274,7 +274,7 @@ class _Running:
         self.n_tokens = 0
 
     def read(self, rows: list[Tensor], memory: Memory) -> None:
-        """Look at some rows, which follow those that were read before."""
+        """Process some rows, which follow those read before."""
         for batch in memory_batches(self.view, [len(row) for row in rows], memory):
             batch = sorted(batch)
             self._read([rows[number] for number in batch], [self.n_rows + number for number in batch], memory)
@@ -295,7 +295,7 @@ class _Running:
         row, position = seen.nonzero()[encoded.where[wanted, 0]].T
 
         def dense(part: range) -> Float[Tensor, "row pos feature"]:
-            """The values of some of the chosen features at every token, zero where they are not active."""
+            """Return the values of some of the chosen features at every token, zero where they are not active."""
             here = (column >= part.start) & (column < part.stop)
             whole = values.new_zeros(*tokens.shape, len(part))
             whole[row[here], position[here], column[here] - part.start] = values[here]
@@ -310,7 +310,7 @@ class _Running:
         self.n_tokens += int(seen.sum())
 
     def _activations(self, tokens: Int[Tensor, "row pos"], mask: Tensor) -> Float[Tensor, "row pos d_in"]:
-        """What the hook point holds, at every token."""
+        """Return the values at the hook point, for every token."""
         given: dict[str, Any] = {}
         if not bool(mask.all()):
             given["attention_mask"] = mask
@@ -322,7 +322,7 @@ class _Running:
     def result(
         self, promoted: tuple[Int[Tensor, "feature token"], Float[Tensor, "feature token"]], labels: Mapping[int, str]
     ) -> FeatureExamples:
-        """The examples, with readable tokens."""
+        """Return the examples, with readable tokens."""
         assert self.examples is not None  # there are rows
         texts, (windows, tokens) = _as_texts(self.view, [self.examples.tokens, promoted[0]])
         return FeatureExamples(
@@ -349,9 +349,9 @@ class _Running:
 def _promoted(
     view: ModelView, probe: Features, chosen: list[int], count: int
 ) -> tuple[Int[Tensor, "feature token"], Float[Tensor, "feature token"]]:
-    """The tokens whose logits each feature's decoder row raises most, and by how much.
+    """Return the tokens whose logits each feature's decoder row raises most, and by how much.
 
-    There are none where no matrix leads from the stream to the logits of tokens.
+    There are none if no matrix leads from the stream to the logits of tokens.
     """
     rows = upcast(probe.dictionary.W_dec[chosen])
     none = (torch.empty(len(chosen), 0, dtype=torch.long), rows.new_empty(len(chosen), 0))
@@ -369,7 +369,7 @@ def _promoted(
 
 
 def _as_texts(view: ModelView, ids: list[Int[Tensor, "..."]]) -> tuple[list[str], list[Int[Tensor, "..."]]]:
-    """Every token that occurs, once, as text, and tensors of ids as numbers of these; −1 stays."""
+    """Return every token that occurs as text, once, and the ids as indices into these; −1 stays."""
     device = torch.device("cpu")
     flat = torch.cat([part.to(device).flatten() for part in ids])
     known = flat[flat >= 0].unique()
@@ -382,7 +382,7 @@ def _as_texts(view: ModelView, ids: list[Int[Tensor, "..."]]) -> tuple[list[str]
 
 
 def _check_no_file_or_table(input: Any) -> None:
-    """Raise `InvalidInputError` for a file's name, which would be a text, and a table, whose columns' names would."""
+    """Raise `InvalidInputError` for a file name, which would be read as text, or a table, read by its column names."""
     if hasattr(input, "to_dict") and hasattr(input, "columns"):  # a data frame
         names = ", ".join(map(repr, input.columns))
         raise InvalidInputError(
@@ -410,7 +410,7 @@ def _window(window: Any) -> tuple[int, int]:
 
 
 def _chosen(probe: Features, features: Any) -> list[int]:
-    """Numbers of the features, in the order in which they are named."""
+    """Return the numbers of the features, in the given order."""
     if features is None:
         return list(range(probe.dictionary.features))
     values = plain(features)
@@ -424,5 +424,5 @@ def _chosen(probe: Features, features: Any) -> list[int]:
         raise InvalidInputError("features=[]: name at least one, or leave it out for all of them.")
     if len(set(numbers)) < len(numbers):
         twice = next(number for number in numbers if numbers.count(number) > 1)
-        raise InvalidInputError(f"features: F{twice} is there twice; name each once.")
+        raise InvalidInputError(f"features: F{twice} is named twice; name each feature once.")
     return numbers

@@ -1,4 +1,4 @@
-"""The contribution graph: how a logit came about, node by node and position by position.
+"""The contribution graph: how a logit is composed, node by node and position by position.
 
 Nodes are the token and position embeddings, every head, every MLP, every bias, and the target, each at each position.
 A node's *weight* is its contribution to the target through everything later: its output dotted with the target pulled
@@ -7,34 +7,33 @@ entered the node through the source: pull the target back to the node's output, 
 stream, and dot with the source's output there. So
 
 * a node's incoming edges and its bias sum to its weight;
-* embeddings and biases (those that are sources, and those of the nodes) sum to the logit.
+* embeddings and biases (both source nodes and the biases of nodes) sum to the logit.
 
-An edge into a head comes from the source's position, so that it says which token was read; an edge out of a head
-mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
-that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
-source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
-``MLP0.rest``. A node's parts sum to it, edge by edge, and both sums above hold for the parts as they do for the whole.
+An edge into a head starts at the source's position, and so shows which token was read; an edge out of a head mixes all
+that the head has read. ``sources=k`` splits each head at each query into a node for each of the k source tokens with
+the largest contributions, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of such a node belongs to one
+head and one source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and
+the rest, ``MLP0.rest``. A node's parts sum to it, edge by edge, so both sums above hold for the parts as well.
 
-``dictionaries`` takes the stream apart where a sparse autoencoder stands: all that was written before ends in its
-active features, ``F12``, the error of its reconstruction, and b_dec; all that is later is fed by them. ``features=k``
-makes nodes of the k largest features at each position, and one node, ``F.rest``, of the others. With several
-dictionaries their nodes' names begin with the block after which each stands, ``L0.F12``, or, inside a block, with the
-block and how many of its steps come before, ``L0.1.F12``. Both sums hold as before, and a feature's weight is its score
-in `feature_effects`.
+``dictionaries`` splits the stream where a sparse autoencoder stands: everything written before ends in its active
+features, ``F12``, its reconstruction error, and b_dec, and these feed everything later. ``features=k`` makes nodes of
+the k largest features at each position, and one node, ``F.rest``, of the others. With several dictionaries, node names
+begin with the block after which each stands, ``L0.F12``, or, inside a block, with the block and the number of its steps
+that come before, ``L0.1.F12``. Both sums hold as before, and a feature's weight is its score in `feature_effects`.
 
 Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
-post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
-passes vectors on from position to position, so it is one node, which takes in all that was written before it.
-A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
+post-LN model a source's output passes the norms of the residual stream before it enters a node. Whitening passes
+vectors on from position to position, so it is one node, which receives everything written before it. A mixer in place
+of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
 
-An encoder–decoder is one stream, the encoder's positions and then the decoder's, and every node is at positions of its
-side. A head of cross-attention, ``L2.cross.H0``, stands at the decoder's positions; the edges into it come from the
+An encoder–decoder is one stream, the encoder's positions and then the decoder's, and every node has only the positions
+of its side. A head of cross-attention, ``L2.cross.H0``, is at the decoder's positions; the edges into it come from the
 encoder's, through the norm after its last block and the head's values.
 
-Of the difference of two runs (`tensorlens_tl.passes.difference`) weights and edges are parts of the change of the
-target, and nothing is held: every head is three nodes, ``L0H3.v``, ``L0H3.q`` and ``L0H3.k``, what it gives because its
-values changed, and because its queries and keys changed where it attends. So an edge from one head to another's ``.k``
-says that the first tells the second where to look.
+In a difference of two runs (`tensorlens_tl.passes.difference`), weights and edges are parts of the target's change, and
+nothing is frozen. Every head is then three nodes: ``L0H3.v``, the effect of its changed values, and ``L0H3.q`` and
+``L0H3.k``, the effects of its changed queries and keys on where it attends. An edge from one head to another's ``.k``
+says that the first directs the second's attention.
 """
 
 import re
@@ -77,18 +76,18 @@ from tensorlens_tl.results import ContributionGraph
 # ------------------------------------------------------------------ edges
 
 PullEach = Callable[[Float[Tensor, "*rows 1 pos node channel"], Sequence[int]], Float[Tensor, "some *rows 1 pos d"]]
-"""Vectors at some nodes of a sublayer, each pulled back through that node alone."""
+"""Pulls vectors at some nodes of a sublayer back through each of these nodes alone."""
 
 EDGE_BYTES = 256 * 2**20
-"""Bytes of edge weights that are looked at at once."""
+"""Bytes of edge weights that are computed at once."""
 
 
 class Carried(NamedTuple):
-    """What the stream carries before a step.
+    """The contents of the stream before a step.
 
     Attributes:
-        outputs: what each source so far has written, carried to the stream there.
-        rows: their rows.
+        outputs: each earlier source's output, carried to the stream there.
+        rows: the sources' rows.
     """
 
     outputs: Float[Tensor, "source pos d_model"]
@@ -101,28 +100,28 @@ class Carried(NamedTuple):
 
     @property
     def numbers(self) -> Int[Tensor, "source pos"]:
-        """The sources' numbers at every position."""
+        """The sources' node numbers at every position."""
         return self.rows[:, None] * self.outputs.shape[1] + self.positions
 
 
 @dataclass(eq=False)
 class Edges:
-    """The edges that are large beside the largest, and the size of all that enter each node.
+    """The edges that are large relative to the largest, and the total size of all edges into each node.
 
-    Nodes have numbers: row · positions + position.
+    Nodes are numbered as row · positions + position.
 
     Attributes:
-        threshold: the share of the largest edge below which edges are left out.
-        most: how many there may be.
-        selection: nodes between which edges are kept, by their numbers, the target last; None for all. Of other
-            heads' edges nothing is computed.
+        threshold: the share of the largest edge below which edges are dropped.
+        most: the largest allowed number of edges.
+        selection: nodes between which edges are kept, by number, the target last; None for all. Edges of other heads
+            are not computed.
         rest: what enters the selected nodes, in their order, from all others, by row; None without a selection.
-        entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
+        entering: Σ abs of all edges into nodes, `[row, pos]`, keyed by the first of the rows.
         tables: sources, targets and weights of the edges so far.
         largest: the size of the largest edge so far.
-        count: how many edges the tables hold.
-        carries: whether what nodes write is carried on to the target.
-        covered: the target's number, where every edge into it is kept, however small; None where `threshold` decides.
+        count: the number of edges in the tables.
+        carries: whether nodes' outputs are carried on to the target.
+        covered: the target's number if every edge into it is kept, however small; None where `threshold` decides.
     """
 
     threshold: float
@@ -144,7 +143,7 @@ class Edges:
         cotangent: Float[Tensor, "1 1 pos width"],
         carried: Carried,
     ) -> None:
-        """Edges into an MLP, its neurons or its experts: what was written at a position stays there.
+        """Add edges into an MLP, its neurons or its experts, which read only their own position.
 
         The first node's row is `first`; `cotangent` is the target pulled back to the hidden vector.
         """
@@ -161,7 +160,7 @@ class Edges:
                 first += len(alone)
 
     def into_rows(self, first: int, reads: Float[Tensor, "row pos d_model"], carried: Carried) -> None:
-        """Edges into nodes that take what was written at their position; `reads` is the target pulled through each."""
+        """Add edges into nodes that read only their own position; `reads` is the target pulled through each."""
         outputs = carried.outputs
         pos = outputs.shape[1]
         at = carried.positions
@@ -186,10 +185,10 @@ class Edges:
         cotangent: Float[Tensor, "1 1 pos width"],
         carried: Carried,
     ) -> None:
-        """Edges into heads, from every position that they read; arguments as in `into_positionwise`.
+        """Add edges into heads, from every position that they read; arguments as in `into_positionwise`.
 
-        The fewer vectors are multiplied: the target pulled through each head at each query to what it reads, or the
-        values of all sources. Causal heads read from half of all pairs.
+        The smaller set of vectors is multiplied: the target pulled through each head and query, or the values of all
+        sources. Causal heads read from half of all pairs.
         """
         whole = not any(len(node.chosen) for node in nodes)
         width = cotangent.shape[-1] // len(nodes) * sublayer.mixing.kv_heads
@@ -227,13 +226,10 @@ class Edges:
         cotangents: Float[Tensor, "pos node channel"],
         carried: Carried,
     ) -> None:
-        """Edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
+        """Add edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
 
-        Args:
-            first: the first node's row.
-            pull_each: `Sublayer.pull_each`.
-            cotangents: what the target becomes at each node.
-            carried: what the stream carries there.
+        `first` is the first node's row, `pull_each` is `Sublayer.pull_each`, and `cotangents` are the target's vectors
+        at each node.
         """
         outputs = carried.outputs
         pos, count, width = cotangents.shape
@@ -260,7 +256,7 @@ class Edges:
                 self.add(carried.numbers[:, None], ends[:, None, :, None], weights)
 
     def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
-        """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
+        """Add the edges that are large enough; node numbers broadcast to `weights`."""
         if not weights.numel():
             return
         sizes = weights.abs()
@@ -276,14 +272,14 @@ class Edges:
         self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
         self.count += len(self.tables[-1][2])
         if self.count > 4 * self.most:
-            self._leave_small()  # the largest edge may come late, and with it what the threshold means
+            self._leave_small()  # a later, larger edge raises what the threshold means
             self._check_count(4 * self.most)
 
     def table(self) -> tuple[Int[Tensor, "edge"], Int[Tensor, "edge"], Float[Tensor, "edge"]]:
-        """Sources, targets and weights of the edges that are large enough.
+        """Return the sources, targets and weights of the edges that are large enough.
 
         Raises:
-            SizeError: they are more than `most`.
+            SizeError: there are more than `most`.
         """
         self._leave_small()
         self._check_count(self.most)
@@ -299,7 +295,7 @@ class Edges:
             )
 
     def _are_large(self, sizes: Tensor, target: Tensor) -> Tensor:
-        """Which edges are kept, by their sizes and targets."""
+        """Return which edges to keep, by their sizes and targets."""
         large = sizes >= self.threshold * self.largest
         return large if self.covered is None else large | (target == self.covered)
 
@@ -311,10 +307,10 @@ class Edges:
 
 
 class NoEdges(Edges):
-    """No edges: for a walk that only weighs the nodes."""
+    """A stand-in that collects no edges, for a walk that only computes node weights."""
 
     def into_positionwise(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     into_rows = into_heads = into_mixing = add = into_positionwise
 
@@ -322,7 +318,7 @@ class NoEdges(Edges):
 def _mixed_products(
     reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
 ) -> Float[Tensor, "row source pos"]:
-    """Of every read and every output at each position; of reads that are zero there, as after a query, none."""
+    """Multiply every read with every output at each position, skipping reads that are zero there (after a query)."""
     products = reads.new_zeros(reads.shape[1], len(reads), len(outputs))
     live = reads.any(-1).T
     for position, rows in enumerate(live):
@@ -331,7 +327,7 @@ def _mixed_products(
 
 
 def _at_once(numbers: int, like: Tensor) -> int:
-    """How many rows of so many numbers are looked at at once."""
+    """Return how many rows of the given length fit into `EDGE_BYTES`."""
     return max(1, EDGE_BYTES // (numbers * like.element_size()))
 
 
@@ -339,7 +335,7 @@ def _at_once(numbers: int, like: Tensor) -> int:
 
 
 def kind_of_split(sublayer: Sublayer) -> str:
-    """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
+    """Return the option that splits a sublayer's nodes: heads by source, MLPs by neuron."""
     if sublayer.letter and not sublayer.is_attention:  # a head's part that mixes no values
         return ""
     return {"head": "sources", "mlp": "neurons"}.get(sublayer.node_kind, "")
@@ -347,10 +343,10 @@ def kind_of_split(sublayer: Sublayer) -> str:
 
 @dataclass(eq=False)
 class GraphBuilder:
-    """Walks the steps forwards with every source's output, and collects nodes and edges.
+    """Walks forward through the steps with every source's output, and collects nodes and edges.
 
-    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step;
-    `prepared` are the nodes of sublayers, in their order, those of an earlier walk included.
+    `carried` lists the rows whose outputs are still in the stream before the current step; `prepared` holds the nodes
+    of sublayers in order, including those of an earlier walk.
     """
 
     readout: StreamTarget
@@ -363,7 +359,7 @@ class GraphBuilder:
     prepared: dict[int, list[Node]] = field(default_factory=dict[int, "list[Node]"])
 
     def walk(self) -> Float[Tensor, "source pos"]:
-        """All rows and their edges; what each source that is still carried adds to the target itself."""
+        """Build all rows and their edges; return what each source that is still carried adds to the target itself."""
         stream = self.readout.stream
         sources = stream.sources()
         outputs = upcast(torch.stack([part[0] for part in sources.values()]))
@@ -396,11 +392,10 @@ class GraphBuilder:
         return (outputs * self.pulled.stream[-1][0, 0]).sum(-1)
 
     def largest(self, nodes: Share) -> Bool[Tensor, "node"]:
-        """Which nodes are kept, by their numbers; the target, the last, is one of them.
+        """Return which nodes are kept, by number; the last is the target, which always is.
 
-        Args:
-            nodes: so many, those of the largest weights; or those of the largest weights or contributions to the target
-                itself, until so large a share of all that enters the target does so from them, at most `MOST_COVERING`.
+        A count keeps the nodes of the largest weights; a share keeps as many nodes of the largest weights or direct
+        contributions to the target as give this share of its inputs, at most `MOST_COVERING`.
         """
         assert nodes is not None
         final = self.walk()[:, int(self.readout.positions)].abs()
@@ -419,7 +414,7 @@ class GraphBuilder:
         return selection
 
     def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
-        """The whole graph, with what others' formats say about the prediction."""
+        """Build the whole graph, with the facts about the prediction that other formats need."""
         import pandas as pd
 
         final = self.walk()
@@ -480,7 +475,7 @@ class GraphBuilder:
         return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
 
     def _attended(self, nodes: Any, pos: int) -> dict[str, np.ndarray]:
-        """The position that each head attends to most, and how much; of a difference in the first run."""
+        """Return the position that each head attends to most, and how much; in a difference, in the first run."""
         frozen = self.readout.stream.frozen
         run = frozen.a if isinstance(frozen, Difference) else frozen
         attends = np.full(len(nodes), -1)
@@ -502,7 +497,7 @@ class GraphBuilder:
         return {"attends": attends, "attention": attention}
 
     def _rest(self) -> list[tuple[str, int, int, float]]:
-        """What enters the kept nodes from all others: the others' kind and layer, the kept node, and how much."""
+        """Sum what enters the kept nodes from all others, by the others' kind and layer."""
         if self.edges.rest is None:
             return []
         sums: dict[tuple[str, int, int], float] = {}
@@ -530,7 +525,7 @@ class GraphBuilder:
         g: Float[Tensor, "1 1 pos d_model"],
         outputs: Float[Tensor, "source pos d_model"],
     ) -> list[Float[Tensor, "_row pos d_model"]]:
-        """A sublayer's nodes with their edges, and what each of them wrote."""
+        """Add a sublayer's nodes with their edges, and return each one's output."""
         cotangent = sublayer.write.pull(g)
         first = len(self.rows)
         choice = self.choices.get(kind_of_split(sublayer))
@@ -565,7 +560,7 @@ class GraphBuilder:
     def _features(
         self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
     ) -> Float[Tensor, "row pos d_model"]:
-        """A dictionary's nodes: all that was written before ends there."""
+        """Add a dictionary's nodes, in which everything written before ends."""
         first = row = len(self.rows)
         self.rows += split.rows()
         self._check_count(outputs.shape[1], split.layer)
@@ -577,16 +572,16 @@ class GraphBuilder:
         return split.outputs()
 
     def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
-        """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
+        """Add a step that mixes positions (whitening) as a node, in which everything written before ends.
 
-        Only so does an edge keep the position that it comes from.
+        Otherwise an edge would lose the position that it comes from.
         """
         step = self.readout.stream.steps[number]
         cotangent = self.pulled.stream[number + 1][0, 0]
         output = self.readout.stream.x[number + 1][0]
         weights = (cotangent * output).sum(-1)
         biases = torch.zeros_like(weights)
-        if step.outer.bias is not ZERO:  # what changed weights of it add
+        if step.outer.bias is not ZERO:  # the contribution of its changed weights
             biases = (cotangent * step.outer.bias[0]).sum(-1)
         row = len(self.rows)
         self.rows.append(Row(step.outer_name, "whitening", step.layer, weights, biases))
@@ -602,10 +597,10 @@ class GraphBuilder:
 # ------------------------------------------------------------------ the graph
 
 MOST_EDGES = 2_000_000
-"""Edges a graph may keep."""
+"""The most edges that a graph may keep."""
 
 MOST_COVERING = 80
-"""Nodes at most that are kept to cover a share of the target."""
+"""The most nodes that are kept to cover a share of the target."""
 
 
 @formerly(ONCE_ACTIVATION)
@@ -629,39 +624,39 @@ def contribution_graph(
     final_norm: bool | None = None,
     rule: RuleLike = None,
 ) -> ContributionGraph:
-    """The contribution graph of one logit of one prompt.
+    """Build the contribution graph of one logit of one prompt.
 
     Args:
         frozen: a pass of one prompt, or the difference of two.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
-        threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
-            keep their weights, and `ContributionGraph.completeness` is the share that the kept edges carry.
-        nodes: how many nodes to keep, those of the largest abs(weight), with the edges between them, which takes a
-            fraction of the time on a large model. Or a number below 1: as many nodes, by how much passes through them,
-            as carry this share of the target's inputs (`ContributionGraph.coverage`), at most `MOST_COVERING`; then
-            every edge into the target is kept. ``entering`` and `ContributionGraph.others` include what enters from
-            other nodes. None keeps every node.
+        threshold: drop edges smaller than this share of the largest edge (0 keeps all but exact zeros). Nodes keep
+            their weights, and `ContributionGraph.completeness` is the share that the kept edges carry.
+        nodes: how many nodes to keep, those of the largest abs(weight), with the edges between them; this takes a
+            fraction of the time on a large model. A number below 1 keeps as many nodes, by how much passes through
+            them, as carry this share of the target's inputs (`ContributionGraph.coverage`), at most `MOST_COVERING`,
+            and every edge into the target. ``entering`` and `ContributionGraph.others` include what enters from other
+            nodes. None keeps every node.
         neurons: split MLPs into neurons: an integer keeps the largest at each position of each MLP; a number below 1
             keeps all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token that they read: an integer or share, as for `neurons`, for each head and
             query. None leaves heads whole. Mixers have no pattern and stay whole.
-        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, from
-            `tensorlens_tl.circuits.features`. Each splits the residual stream at its hook point, which can have one
-            dictionary only.
+        dictionaries: the active features of one or several sparse autoencoders in this pass, from
+            `tensorlens_tl.circuits.features`. Each splits the residual stream at its hook point; only one dictionary
+            can stand at a hook point.
         features: which active features become nodes: an integer or share, as for `neurons`, at each position. None
             makes a node of each.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         rule: what replaces the nonlinear operations: one of ``tlens.list_rules()``, or a `Rule`. If it lets patterns
             respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
-            bias. Only rules of the frozen model take `sources` and `dictionaries`.
+            bias. Only rules of the frozen model support `sources` and `dictionaries`.
 
     Raises:
         InvalidInputError: several prompts or queries, a threshold outside [0, 1], nodes below 1, neurons, sources or
-            features that are neither a number of them nor a share, features without dictionaries, dictionaries of
-            another pass, outside the layers or two at one place, transcoders (`feature_effects` takes them), and what
-            `logit_attribution` refuses.
+            features that are neither a count nor a share, features without dictionaries, dictionaries of another pass,
+            outside the layers or two at one place, transcoders (see `feature_effects` for these), and what
+            `logit_attribution` rejects.
         UnsupportedModelError: neurons of a mixture of experts.
-        SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+        SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges to keep.
 
     >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
     >>> graph.gap < 1e-4
@@ -675,7 +670,7 @@ def contribution_graph(
     readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm)
     if is_of_run(rule) and (sources is not None or dictionaries not in (None, [], ())):
         raise InvalidInputError(
-            "contribution_graph(rule=): heads are split by source token, and features read, in the frozen model alone. "
+            "contribution_graph(rule=): only rules of the frozen model support sources= and dictionaries=. "
             "Leave sources and dictionaries out, or rule."
         )
     readout = target_under(readout, rule, "contribution_graph", neurons=neurons is not None)
@@ -705,7 +700,7 @@ def contribution_graph(
 
 
 def check_options(threshold: Number, neurons: Share, sources: Share, features: Share = None) -> None:
-    """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
+    """Raise `InvalidInputError` for options that `contribution_graph` rejects, before there is a pass."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
     for name, value in {"neurons": neurons, "sources": sources, "features": features}.items():
@@ -718,7 +713,7 @@ def check_options(threshold: Number, neurons: Share, sources: Share, features: S
 
 
 def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
-    """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
+    """Return which neurons or source tokens become nodes; a share takes a look at all of them for the largest."""
     if value >= 1:
         return Choice.of_largest(name, value, 0.0)
     largest = 0.0
@@ -735,7 +730,7 @@ def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Ch
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> dict[str, Any]:
-    """What others' formats say about the model and its prediction besides the graph."""
+    """Return the facts about the model and its prediction that other formats need besides the graph."""
     frozen = readout.stream.frozen
     (query,) = readout.positions[0].tolist()
     view = frozen.view

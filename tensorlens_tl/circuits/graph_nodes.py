@@ -1,24 +1,24 @@
 """The nodes of a contribution graph: heads and MLPs, whole or in parts, and the features of dictionaries.
 
 A head is a sum over the tokens that it reads, an MLP a sum over its neurons. Both are split in the same way: at each
-position the parts with the largest contributions to the target become nodes, and what the others give together is one
-node more, the rest. A *slot* holds one part at each position (the largest, the second largest, …), so that everything
-is a matrix over positions whichever parts are chosen.
+position, the parts with the largest contributions to the target become nodes, and all others together are one more
+node, the rest. A *slot* holds one part at each position (the largest, the second largest, …), so that everything is a
+matrix over positions, whichever parts are chosen.
 
-Feature nodes take the stream at one place apart by a sparse dictionary:
+Feature nodes decompose the stream at one place with a sparse dictionary:
 
-    x = Σ active s·f_i·W_dec_i + s·b_dec + error (+ the mean that the dictionary takes away)
+    x = Σ active s·f_i·W_dec_i + s·b_dec + error (+ the mean that the dictionary subtracts)
     f_i = ⟨W_enc_i, n(x)⟩ + b_enc_i
 
-With active set and scales held, every part of x is affine in x, and the parts sum to x. So each becomes a node: all
-that was written before ends in these nodes, and whatever is later is fed by them. Where g is the target pulled back to
-x, and o what a source wrote,
+With the active set and scales frozen, every part is affine in x, and the parts sum to x. So each becomes a node:
+everything written before ends in these nodes, and they feed everything later. With g the target pulled back to x, and o
+a source's output,
 
-* feature i has the weight ⟨g, s·W_dec_i⟩·f_i; the source enters it with ⟨g, s·W_dec_i⟩·⟨W_enc_i, n(o)⟩, and its
-  bias is ⟨g, s·W_dec_i⟩·b_enc_i;
-* the mean of a dictionary that centres what it reads is linear in x, and takes ⟨g, mean(o)·1⟩ from the source;
+* feature i has the weight ⟨g, s·W_dec_i⟩·f_i; the edge from the source is ⟨g, s·W_dec_i⟩·⟨W_enc_i, n(o)⟩, and the
+  feature's bias is ⟨g, s·W_dec_i⟩·b_enc_i;
+* the mean of a dictionary that centres its input is linear in x, and receives ⟨g, mean(o)·1⟩ from the source;
 * b_dec is a source;
-* the error is what is left: its edges are ⟨g, o⟩ less all of the above, its bias is minus the others' constants.
+* the error is the remainder: its edges are ⟨g, o⟩ minus all of the above, its bias is minus the others' constants.
 """
 
 import sys
@@ -40,10 +40,10 @@ from tensorlens_tl.errors import InvalidInputError, SizeError
 # ------------------------------------------------------------------ heads and MLPs
 
 ROW_BYTES = 256 * 2**20
-"""Bytes of hidden vectors that hold one neuron each and are worked on at once."""
+"""Bytes of hidden vectors with a single neuron each that are processed at once."""
 
 MOST_NODES = 200_000
-"""Nodes a graph may have."""
+"""The most nodes that a graph may have."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Choice:
     """Which parts become nodes.
 
     Attributes:
-        name: what they are, for messages.
+        name: the option that chose them, for messages.
         most: how many at each position.
-        least: the smallest contribution that is one.
+        least: the smallest contribution that becomes a node.
     """
 
     name: str
@@ -62,13 +62,13 @@ class Choice:
 
     @classmethod
     def of_largest(cls, name: str, value: int | float, largest: float) -> "Choice":
-        """So many, or all that are at least a share of the largest."""
+        """Choose a number of parts, or all that are at least a share of the largest."""
         if value >= 1:
             return cls(name, int(value))
         return cls(name, sys.maxsize, value * largest)
 
     def of(self, shares: Float[Tensor, "pos part"]) -> Int[Tensor, "slot pos"]:
-        """The numbers of the chosen parts, largest first; −1 where a slot is empty at a position.
+        """Return the numbers of the chosen parts, largest first; −1 where a slot is empty at a position.
 
         Raises:
             SizeError: more than `MOST_NODES`.
@@ -89,13 +89,13 @@ class Row:
     """One node at every position, or one part of a node.
 
     Attributes:
-        name: of all of it; of a part without its number, which differs by position.
+        name: the node's name; for a part, without its number, which differs by position.
         kind: such as head, mlp, feature or bias.
         layer: −1 for none.
-        weights: what it contributes to the target.
-        biases: the part of the weight that is the bias of the node.
-        numbers: the parts', −1 where there is none; None where the node is whole.
-        side: the only positions that it can be at, of an encoder–decoder those of one side.
+        weights: its contributions to the target.
+        biases: the part of the weight that is the node's bias.
+        numbers: the parts' numbers, −1 where there is none; None if the node is whole.
+        side: the positions that it can have, in an encoder–decoder those of one side; None for all.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Row:
 
     @property
     def exists(self) -> Bool[Tensor, "pos"]:
-        """Where there is a node."""
+        """Whether there is a node at each position."""
         if self.numbers is not None:
             return self.numbers >= 0
         exists = torch.ones_like(self.weights, dtype=torch.bool)
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def names(self) -> list[str]:
-        """Its name at every position."""
+        """The node's name at every position."""
         if self.numbers is None:
             return [self.name] * len(self.weights)
         return [f"{self.name}{part}" for part in self.numbers.tolist()]
@@ -136,15 +136,15 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A head, MLP, expert or mixer at every position: its slots, and in the last row the rest of it, or all of it.
+    """A head, MLP, expert or mixer at every position: its slots and, in the last row, the rest of it, or all of it.
 
     Attributes:
-        name: of all of it, ``"L0H3"`` or ``"MLP0"``.
+        name: the whole node's name, ``"L0H3"`` or ``"MLP0"``.
         kind: head, mixer or mlp.
-        chosen: which neuron, or which source position of a head, each slot holds; −1 where it holds none.
-        weights: what each row contributes to the target.
-        biases: the part of the weight that is the bias of the node.
-        outputs: what each row writes, biases of the sublayer apart.
+        chosen: the neuron, or source position of a head, that each slot holds; −1 where it holds none.
+        weights: each row's contribution to the target.
+        biases: the part of the weight that is the node's bias.
+        outputs: each row's output, without biases of the sublayer.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Node:
     outputs: Float[Tensor, "row pos d_model"]
 
     def rows(self, layer: int, side: tuple[int, int] | None) -> list[Row]:
-        """Its slots, and the rest of it or all of it, at the positions of a side."""
+        """Return its slots, and the rest of it or all of it, at the positions of a side."""
         of = [(self.name, self.kind, None)]
         if len(self.chosen):
             name, kind = (f"{self.name}.N", "neuron") if self.kind == "mlp" else (f"{self.name}←", "head")
@@ -169,7 +169,7 @@ class Node:
 def whole(
     sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], cotangent: Float[Tensor, "1 1 pos width"]
 ) -> list[Node]:
-    """The sublayer's nodes as they are; `cotangent` is the target pulled back to its hidden vector."""
+    """Return a sublayer's whole nodes; `cotangent` is the target pulled back to its hidden vector."""
     shares = cotangent[0, 0] * hidden[0]
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
@@ -182,7 +182,7 @@ def whole(
 def neurons(
     sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], cotangent: Float[Tensor, "1 1 pos width"], choice: Choice
 ) -> list[Node]:
-    """An MLP's largest neurons at each position, and the rest of it."""
+    """Split an MLP into its largest neurons at each position and the rest."""
     shares = upcast(cotangent[0, 0]) * hidden[0]
     chosen = choice.of(shares)
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
@@ -194,7 +194,7 @@ def neurons(
 def rows_alone(
     values: Float[Tensor, "pos width"], chosen: Int[Tensor, "slot pos"]
 ) -> Iterator[Float[Tensor, "row pos width"]]:
-    """A hidden vector taken apart: rows with one chosen neuron each, some at a time; the last holds all the others."""
+    """Split a hidden vector into rows with one chosen neuron each, some at a time; the last row has all the others."""
     width = values.shape[1]
     size = max(1, ROW_BYTES // (values.numel() * values.element_size()))
     at = torch.where(chosen >= 0, chosen, width)  # empty slots write past the end, which is cut off
@@ -210,7 +210,7 @@ def rows_alone(
 def sources(
     sublayer: Sublayer, x: Float[Tensor, "1 pos d_model"], cotangent: Float[Tensor, "1 1 pos width"], choice: Choice
 ) -> list[Node]:
-    """What each head moves to each query from the tokens that give most, and from all others together; see `whole`."""
+    """Split each head at each query into the source tokens that contribute most and the rest; see `whole`."""
     pattern = sublayer.mixing.pattern[0]
     values = sublayer.values(x)[0]
     shares = token_pairs(sublayer, x, cotangent)[0, 0]
@@ -236,14 +236,14 @@ def sources(
 
 
 def row_of(chosen: Int[Tensor, "slot query"], keys: int) -> Int[Tensor, "query key"]:
-    """The row of its node that each source token of a head belongs to: a slot, or the rest, which is the last."""
+    """Return the row of each source token of a head within its node: a slot, or the rest, which is the last."""
     rows = torch.full((chosen.shape[1], keys + 1), len(chosen), device=chosen.device)  # empty slots write past the end
     at = torch.where(chosen >= 0, chosen, keys).T
     return rows.scatter_(1, at, torch.arange(len(chosen), device=chosen.device).expand_as(at))[:, :keys]
 
 
 def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
-    """The part of a sublayer's hidden vector that its biases give."""
+    """Return the part of a sublayer's hidden vector that comes from its biases."""
     bias = sublayer.read.bias
     if bias.ndim < 3:
         return bias
@@ -254,7 +254,7 @@ def _hidden_bias(sublayer: Sublayer) -> Float[Tensor, "..."]:
 
 if TYPE_CHECKING:
     Dictionaries = Features | list[Features] | tuple[Features, ...] | None
-    """Features of dictionaries, as a user passes them."""
+    """Features of dictionaries as a user passes them."""
 else:
     Dictionaries = Any  # our errors say what is wrong
 
@@ -264,11 +264,11 @@ class FeatureSplit:
     """A dictionary's nodes at its place in the stream of one prompt.
 
     Attributes:
-        features: its features.
-        layer: the block after which, or inside which, it stands.
-        prefix: what its nodes' names begin with, where there are several dictionaries.
-        cotangent: the target, pulled back to the place.
-        choice: which features become nodes, the others together one; None for all.
+        features: the dictionary's features.
+        layer: the block after or inside which it stands.
+        prefix: the start of its nodes' names, if there are several dictionaries.
+        cotangent: the target pulled back to the place.
+        choice: which features become nodes, with one node for all others; None for all.
     """
 
     features: Features
@@ -279,21 +279,21 @@ class FeatureSplit:
 
     @cached_property
     def gains(self) -> Float[Tensor, "active"]:
-        """What the target gains for each unit of an active feature."""
+        """The target's gain per unit of each active feature."""
         return self.features.gains(self.cotangent[None, None])[0].to(upcast(self.cotangent))
 
     @cached_property
     def weights(self) -> Float[Tensor, "active"]:
-        """What each active feature contributes to the target."""
+        """Each active feature's contribution to the target."""
         return self.gains * self.features.values
 
     @cached_property
     def chosen(self) -> Int[Tensor, "slot pos"]:
-        """Which active feature each slot holds, by its row of ``features.index``; −1 where it holds none."""
+        """The active feature that each slot holds, by its row of ``features.index``; −1 where it holds none."""
         position = self.features.index[:, 1]
         counts = position.bincount(minlength=len(self.cotangent))
         active = torch.arange(len(position), device=position.device)
-        # as wide as the position with most active features
+        # as wide as the position with the most active features
         table = position.new_full((len(self.cotangent), int(counts.max())), -1)
         table[position, active - (counts.cumsum(0) - counts)[position]] = active
         if self.choice is None:
@@ -304,7 +304,7 @@ class FeatureSplit:
         return table.T.gather(0, slots.clamp(min=0)).masked_fill(slots < 0, -1)
 
     def rows(self) -> list[Row]:
-        """All nodes: features by slot, the others together, the mean, the error, and b_dec."""
+        """Return all nodes: features by slot, the others together, the mean, the error, and b_dec."""
         features = self.features
         name = f"{self.prefix}{{}}".format
         layer = self.layer
@@ -341,7 +341,7 @@ class FeatureSplit:
         ]
 
     def outputs(self) -> Float[Tensor, "row pos d_model"]:
-        """What each node stands for in the stream."""
+        """Return the part of the stream that each node stands for."""
         features = self.features
         W_dec = features.dictionary.W_dec
         outputs = [self._spread(W_dec, features.values, part) for part in self._slots()]
@@ -352,7 +352,7 @@ class FeatureSplit:
         return torch.cat([*scaled, *means, features.error, b_dec])
 
     def reads(self) -> Iterator[Float[Tensor, "row pos d_model"]]:
-        """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
+        """Yield the vectors by which each node reads what was written before; b_dec reads nothing."""
         features = self.features
         W_enc = features.dictionary.W_enc.T
         left = self.cotangent
@@ -374,7 +374,7 @@ class FeatureSplit:
 
     @property
     def _means(self) -> list[str]:
-        """The names of what a dictionary that centres adds again."""
+        """The names of the means that a centring dictionary adds back."""
         return list(self.features.others)[1:]
 
     def _slots(self) -> Iterator[Int[Tensor, "some pos"]]:
@@ -391,12 +391,12 @@ class FeatureSplit:
     def _spread(
         self, vectors: Float[Tensor, "feature d"], factors: Float[Tensor, "active"], part: Int[Tensor, "slot pos"]
     ) -> Float[Tensor, "slot pos d"]:
-        """The vector of the feature in each slot, times its factor; zero where a slot holds no feature."""
+        """Return the vector of the feature in each slot, times its factor; zero for an empty slot."""
         at = part.clamp(min=0)
         return vectors[self.features.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
 
     def _summed(self, vectors: Float[Tensor, "feature d"], factors: Float[Tensor, "active"]) -> Float[Tensor, "pos d"]:
-        """The vectors of the features that are in no slot, times their factors, summed at each position."""
+        """Sum the vectors of the features in no slot at each position, times their factors."""
         position, feature = self.features.index[:, 1:].T
         sums = upcast(vectors.new_zeros(len(self.cotangent), vectors.shape[1]))
         for rows in chunks(len(self._others), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
@@ -406,11 +406,11 @@ class FeatureSplit:
 
 
 def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[int, FeatureSplit]:
-    """Where each dictionary takes the stream apart: by the step before which it stands, or how many there are.
+    """Return each dictionary's nodes, keyed by the number of the step before which it stands.
 
     Raises:
-        InvalidInputError: what is no `Features` object or one of another pass, a transcoder, two dictionaries at one
-            place, or one that stands outside the stream's layers.
+        InvalidInputError: not a `Features` object or one of another pass, a transcoder, two dictionaries at one place,
+            or one outside the stream's layers.
     """
     given = dictionaries
     if dictionaries is None:
@@ -427,12 +427,12 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
         if number in splits:
             raise InvalidInputError(
                 f"contribution_graph: dictionaries= has two at one place, {splits[number].features.hook} and "
-                f"{features.hook}. What was written before can end in the features of one only; make a graph with each."
+                f"{features.hook}. Only one dictionary can stand at a place; make a graph with each."
             )
         at = features.writes.place
         layer = at.layer
         prefix = f"L{layer}.{at.step}."
-        if at.step == 0 and layer > 0:  # it stands after the block before
+        if at.step == 0 and layer > 0:  # it follows the block before
             layer -= 1
             prefix = f"L{layer}."
         if len(given) == 1:
@@ -442,12 +442,12 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
 
 
 def _step_before(features: Features, stream: Stream) -> int:
-    """The number of the step before which a dictionary stands."""
+    """Return the number of the step before which a dictionary stands."""
     name = features.dictionary.name
     if features.frozen is not stream.frozen:
         raise InvalidInputError(
-            f"contribution_graph: the features of {name} at {features.hook} are of another pass. Make "
-            "them with circuits.features(frozen, dictionary) from the pass that the graph is of."
+            f"contribution_graph: the features of {name} at {features.hook} are of another pass. Compute "
+            "them with circuits.features(frozen, dictionary) from the same pass as the graph."
         )
     if features.dictionary.transcodes:
         raise InvalidInputError(
@@ -459,7 +459,7 @@ def _step_before(features: Features, stream: Stream) -> int:
     if at.layer not in stream.layers and (at.layer, at.step) != (stream.layers.stop, 0):
         raise InvalidInputError(
             f"contribution_graph: the features at {features.hook} are outside layers= {stream.layers.start} to "
-            f"{stream.layers.stop - 1}. Leave out this dictionary, or ask for layers that hold its place."
+            f"{stream.layers.stop - 1}. Leave out this dictionary, or choose layers that contain its place."
         )
     return stream.step_at(at.layer, at.step)
 

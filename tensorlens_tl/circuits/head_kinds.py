@@ -1,10 +1,10 @@
-"""Which heads attend to the previous token, to an earlier copy of a token, or to what followed it (induction).
+"""Find heads that attend to the previous token, to an earlier copy of a token, or to what followed it (induction).
 
-Each score is the mean, over the tokens that have such a place to attend to, of the attention that a head pays there
-(Olsson et al. 2022). Where a token occurred several times before, all the places count together.
+Each score is the mean attention that a head pays to such a position, over the tokens that have one (Olsson et al.
+2022). Where a token occurred several times before, its positions count together.
 
-`transformer_lens.head_detector.detect_head` divides the same sum by the attention of every token, also of those that
-have no such place: its score of ``error_measure="mul"`` is ours times the share of tokens that have one.
+`transformer_lens.head_detector.detect_head` divides the same sum by the attention of every token, including those
+without such a position: its score with ``error_measure="mul"`` is ours times the share of tokens that have one.
 """
 
 from collections.abc import Callable
@@ -24,23 +24,23 @@ from tensorlens_tl.passes.inputs import InputLike, prompt_batches
 from tensorlens_tl.results import HeadScores, joined
 
 Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
-"""Where each query of a pass is to attend."""
+"""Returns where each query of a pass should attend."""
 
 
 @checked_names
 def previous_token_scores(
     model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
-    """How much each head attends from a token to the one before it.
+    """Measure how much each head attends from a token to the one before it.
 
     Args:
-        model: a frozen pass, or a model with the prompts.
-        prompts: strings, or token ids; of a model.
-        memory: what may be allocated at once, as ``"512MB"`` or bytes: it bounds how many prompts run together.
+        model: a frozen pass, or a model together with prompts.
+        prompts: strings or token ids, if `model` is a model.
+        memory: how much may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
         freezing: options of `freeze`.
 
     Returns:
-        The mean attention `[batch, layer, head]`, over each prompt's real tokens but the first.
+        The mean attention `[batch, layer, head]`, over each prompt's real tokens except the first.
 
     Raises:
         InvalidInputError: a pass with prompts, a model without, or prompts of one token.
@@ -56,7 +56,7 @@ def previous_token_scores(
 def duplicate_token_scores(
     model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
-    """How much each head attends from a token to its earlier occurrences.
+    """Measure how much each head attends from a token to its earlier occurrences.
 
     Args:
         model, prompts, memory, freezing: as for `previous_token_scores`.
@@ -78,9 +78,9 @@ def duplicate_token_scores(
 def induction_scores(
     model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
-    """How much each head attends from a token to those that followed its earlier occurrences.
+    """Measure how much each head attends from a token to those that followed its earlier occurrences.
 
-    Prompts that show it best are random tokens, repeated: ``evaluate.induction(d_vocab=...).tokens``.
+    Repeated random tokens show it best: ``evaluate.induction(d_vocab=...).tokens``.
 
     Args:
         model, prompts, memory, freezing: as for `previous_token_scores`.
@@ -101,7 +101,7 @@ def induction_scores(
 def _scores(
     model: Any, prompts: Any, places: Places, target: str, memory: Memory, freezing: dict[str, Any]
 ) -> HeadScores:
-    """The scores of a pass, or of the prompts of a model, some of them at a time."""
+    """Return the scores of a pass, or of a model's prompts in batches."""
     if isinstance(model, FrozenPass):
         if prompts is not None or freezing:
             raise InvalidInputError(f"attention {target}: a frozen pass has its prompts already; pass it by itself.")
@@ -134,7 +134,7 @@ def _of_pass(frozen: FrozenPass, places: Places, target: str) -> HeadScores:
         raise UnsupportedModelError(f"attention {target}: no layer of {view.description} has attention.")
     chosen = places(frozen)
     counts = chosen.any(-1).sum(-1)
-    means: dict[int, Tensor] = {}  # of each head, NaN of a prompt without such a token
+    means: dict[int, Tensor] = {}  # of each head; NaN for a prompt without such a token
     for layer in layers:
         pattern = upcast(frozen.pattern(layer))
         means[layer] = torch.einsum("bhqk,bqk->bh", pattern, chosen.to(pattern)) / counts[:, None]

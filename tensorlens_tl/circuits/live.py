@@ -1,8 +1,8 @@
-"""Runs of the live model with nodes changed, one in each copy of the prompts, and its gradients at nodes.
+"""Runs of the live model with nodes changed, each in its own copy of the prompts, and gradients at nodes.
 
-A node is a part of what the model has at a hook point: a head's vector, a neuron, the whole of an MLP. It is taken
-away, or given another value. An expert that no hook point shows is taken away where it is called. Gradients of a target
-at nodes are the model's own, or those of a rule.
+A node is a part of the values at a hook point: a head's vector, a neuron, or a whole MLP. It is ablated or given
+another value. An expert that no hook point shows is ablated where it is called. A target's gradients at nodes are the
+model's own, or those of a rule.
 """
 
 from collections import defaultdict
@@ -38,11 +38,11 @@ from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
 from tensorlens_tl.passes.live import Copies, EarlierLayers, in_one_batch, prove_obedience, repeated
 
-# ------------------------------------------------------------------ experts taken away
+# ------------------------------------------------------------------ ablated experts
 
 
 class Expert(NamedTuple):
-    """One expert of a mixture; without a `number`, what a module of the mixture gives: the shared one, or all."""
+    """One expert of a mixture; without a `number`, the output of a module: the shared expert, or the whole mixture."""
 
     mixture: ExpertsWeights
     number: int | None
@@ -50,7 +50,7 @@ class Expert(NamedTuple):
 
 
 def without_experts(experts: Sequence[tuple[int, Expert]], copies: int, tokens: Tensor) -> list[CallChange]:
-    """The calls that take experts away, each in its copy: it counts nothing for the tokens that are sent there."""
+    """Return the call changes that ablate experts, each in its copy: their weight is zero for the tokens sent there."""
     changes: list[CallChange] = []
     mixtures = {id(expert.mixture): expert.mixture for _, expert in experts}
     for mixture in mixtures.values():
@@ -76,9 +76,9 @@ def without_experts(experts: Sequence[tuple[int, Expert]], copies: int, tokens: 
 
 
 def _silenced(mixture: ExpertsWeights, dropped: Bool[Tensor, "copy expert"]) -> Iterator[CallChange]:
-    """What takes experts away where each is a module by itself: it gives nothing for the tokens of its copies.
+    """Ablate experts that are separate modules by zeroing their outputs for the tokens of their copies.
 
-    Its share is not taken away in the weights: they are normalised, and the model would choose another expert.
+    Routing weights are left alone: they are normalised, and the model would choose another expert.
     """
     sent: dict[str, Tensor] = {}
 
@@ -88,7 +88,7 @@ def _silenced(mixture: ExpertsWeights, dropped: Bool[Tensor, "copy expert"]) -> 
 
     def silence(arguments: Mapping[str, Any], output: Float[Tensor, "row d"], number: int) -> Float[Tensor, "row d"]:
         index = sent["index"]
-        _, token = index.T.eq(number).nonzero(as_tuple=True)  # in the order of the packed tokens
+        _, token = index.T.eq(number).nonzero(as_tuple=True)  # in the order in which the tokens are packed
         of_token = dropped[:, number].to(output.device).repeat_interleave(len(index) // len(dropped))
         return output.masked_fill(of_token[token.to(output.device), None], 0)
 
@@ -103,11 +103,11 @@ def _routed_elsewhere(
     routing: Routing,
     dropped: Bool[Tensor, "copy expert"],
 ) -> Float[Tensor, "token choice"]:
-    """What each choice counts, zero for the experts that a token's copy is without."""
+    """Zero the routing weights of the experts that are ablated in a token's copy."""
     of_token = dropped.to(weight.device).repeat_interleave(weight.shape[0] // len(dropped), dim=0)
     if not routing.dense:
         index = arguments[routing.index].to(of_token.device)
-        is_expert = index < of_token.shape[1]  # some models send tokens to a number that is no expert's
+        is_expert = index < of_token.shape[1]  # some models route tokens to a number that stands for no expert
         of_token = of_token.gather(1, index.where(is_expert, 0).long()) & is_expert
     return weight.masked_fill(of_token, 0)
 
@@ -115,7 +115,7 @@ def _routed_elsewhere(
 def _without_module(
     arguments: Mapping[str, Any], output: Tensor, present: Bool[Tensor, "copy one"], positions: int
 ) -> Tensor:
-    """What a module gives, a shared expert or a whole mixture, zero in the copies that are without it."""
+    """Zero a module's output (a shared expert or a whole mixture) in the copies in which it is ablated."""
     split = output.reshape(len(present), positions, -1)
     return (split * present[:, None].to(split)).reshape(output.shape)
 
@@ -125,20 +125,20 @@ def _without_module(
 EVERY = slice(None)
 
 NodeValues = Mapping[str, Float[Tensor, "... batch _some _width"]]
-"""What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
+"""Values at hook points, heads side by side; in an encoder–decoder at the positions of one side."""
 
 
 class NodeChange(NamedTuple):
-    """A node that is changed in one copy of the prompts, for one of them or for each.
+    """A node that is changed in one copy of the prompts, for one prompt or for all.
 
     Attributes:
-        name: of the node.
-        points: the hook points of its hidden vector, or of what it writes.
-        part, parts: which of how many equal parts of the vector there it is.
+        name: the node's name.
+        points: the hook points of its hidden vector, or of its output.
+        part, parts: which of how many equal parts of that vector it is.
         position: where it is changed.
         prompt: for which prompt it is changed.
-        expert: the expert that it is, where no hook point shows it; it is taken away for every prompt.
-        layer: the first that has to be computed for it.
+        expert: the expert, if no hook point shows it; it is ablated for every prompt.
+        layer: the first layer that has to be computed again.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _changed(
     marked: Bool[Tensor, "copy batch pos part 1"],
     replacement: Float[Tensor, "1 batch pos part width"] | None,
 ) -> Tensor:
-    """What a hook point has in copies of the prompts, with other values, or zeros, in the parts that are marked.
+    """Return a hook point's values in copies of the prompts, with the marked parts replaced or zeroed.
 
     Some classes flatten batch and position, some have heads side by side.
     """
@@ -173,15 +173,14 @@ def _changed(
 
 
 class LiveTarget:
-    """A target of the live model, which must obey hooks and give the number of the pass.
+    """A target in the live model, which must obey hooks and reproduce the pass's value.
 
     Attributes:
         readout: the target of the pass.
         frozen: the pass.
         question: the function that was called, for messages.
         earlier: the layers that a change need not compute again.
-        seen: what the model gave, in the run that compares its number with the pass's, where the target reads it and at
-            further `points`.
+        seen: activations of the verifying run, where the target reads and at the further `points`.
     """
 
     def __init__(self, readout: StreamTarget, question: str, points: Sequence[str] = ()) -> None:
@@ -193,7 +192,7 @@ class LiveTarget:
         read = readout.read_of(self.frozen.activation)
         activations = torch.take_along_dim(read, readout.positions[..., None], dim=1)
         sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
-        # a difference of two logits may be small beside the rounding of the logits themselves
+        # a difference of two logits may be small relative to the rounding of the logits themselves
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
         with self.earlier.seen():
@@ -203,15 +202,15 @@ class LiveTarget:
         prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
 
     def run_of(self, frozen: FrozenPass, points: Sequence[str]) -> dict[str, Tensor]:
-        """What the model gives for the prompts of a pass at hook points, and where the target reads it, the last."""
+        """Run the prompts of a pass; return the values at hook points and, last, where the target reads."""
         names = list(dict.fromkeys([*points, *self.readout.points]))
         return capture(frozen.model, frozen.inputs, names, last=self.readout.points[-1])[0]
 
     def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
-        """The number of what copies of some prompts have at the hook points where the target reads it."""
+        """Return the target's value from the activations, in copies of the prompts, where it reads."""
 
         def by_copy(name: str) -> Float[Tensor, "copy batch some d_model"]:
-            """A classifier's head is given one vector for each prompt."""
+            """Split copies; a classifier's head gets one vector for each prompt."""
             shown = activations[name]
             return shown.reshape(copies, len(self.frozen.tokens), -1, shown.shape[-1])
 
@@ -220,9 +219,9 @@ class LiveTarget:
     def losses(
         self, changes: Sequence[Sequence[NodeChange]], values: NodeValues | None, memory: Memory, title: str
     ) -> Float[Tensor, "batch query change"]:
-        """What the number loses in copies of the prompts, each with some nodes changed; many copies to a run.
+        """Return what the target loses in copies of the prompts with some nodes changed, many copies to a run.
 
-        Nodes have these values instead, by hook point; None takes them away. `title` is of the progress bar.
+        Nodes get the given values, by hook point; None zeroes them. `title` is the progress bar's.
         """
 
         def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
@@ -268,7 +267,7 @@ class LiveTarget:
     def _run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
     ) -> Float[Tensor, "copy batch query"]:
-        """The number in each copy of the prompts, in one run; changes say in which copy they are."""
+        """Return the target in each copy of the prompts, in one run; changes are given with their copy."""
         experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
         hooks = self._hooks(changes, copies, values)
         names = self.readout.points
@@ -280,7 +279,7 @@ class LiveTarget:
     def _hooks(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
     ) -> list[FwdHook]:
-        """The hooks that change nodes, each in its copy of the prompts."""
+        """Return the hooks that change nodes, each in its copy of the prompts."""
         by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
         for copy, change in changes:
             for point in change.points:
@@ -303,16 +302,16 @@ class LiveTarget:
     def _shared_run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
     ) -> Float[Tensor, "copy batch query"] | None:
-        """The same, each copy from its first changed layer on; None where unchanged copies come out otherwise."""
+        """Run each copy from its first changed layer on; None if unchanged copies do not reproduce the target."""
         firsts = [min(change.layer for _, change in changes)] * copies
-        if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
+        if not any(change.expert for _, change in changes):  # experts are ablated in all rows of a run
             for copy, in_copy in groupby(changes, key=lambda change: change[0]):
                 firsts[copy] = min(change.layer for _, change in in_copy)
         numbers = None
         try:
             with self.earlier.skipped(firsts), self._only_what_is_read():
                 numbers = self._run(changes, copies, values)
-        except Exception:  # a model may raise anything if it is called with some rows: the whole run says what is wrong
+        except Exception:  # a model may raise anything when called with some of the rows; the full run reports errors
             self.earlier.forms = []
         if numbers is not None:
             unchanged = (numbers[0], numbers[-1])
@@ -323,11 +322,11 @@ class LiveTarget:
 
     @property
     def shares_layers(self) -> bool:
-        """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
+        """Whether a run may begin at the first changed layer: no user's hooks need the earlier ones."""
         return self.earlier.may_be_skipped and not self._model.alone
 
     def _only_what_is_read(self) -> AbstractContextManager[None]:
-        """Inside, the last layer's MLP is computed at the queries alone, where that saves something."""
+        """Compute the last layer's MLP only at the queries, where that saves something."""
         positions = self.readout.positions
         if positions.shape[1] >= self.frozen.tokens.shape[1] or self.frozen.sides is not None:
             return nullcontext()
@@ -350,7 +349,7 @@ class LiveTarget:
 
     @property
     def _bytes_per_copy(self) -> int:
-        """About what one copy of the prompts allocates in a run."""
+        """Roughly what one copy of the prompts allocates in a run."""
         stream = self.readout.stream
         x = stream.x[0]
         heads = max((len(step.nodes) for step in stream.steps), default=1)
@@ -359,10 +358,10 @@ class LiveTarget:
 
 
 def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:
-    """Every sublayer's nodes where the live model has them; refused where neither a hook nor a module's call does.
+    """Yield every sublayer's nodes with their place in the live model.
 
     By ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or ``"neuron"``
-    (MLPs by neuron as well). `question` and `advice`, where no hook reaches a sublayer, are for the message.
+    (MLPs by neuron as well). `question` and `advice` are for the error where neither a hook nor a call reaches a node.
     """
     frozen = readout.stream.run
     for step in readout.stream.steps:
@@ -388,7 +387,7 @@ def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -
 
 
 def hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
-    """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
+    """Return the hook point of a sublayer's hidden vector; None where no hook reaches it."""
     points = frozen.points.blocks[sublayer.layer]
     if sublayer.is_mlp:
         return points.post
@@ -402,15 +401,15 @@ def hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
 
 
 def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:
-    """A mixture of experts at its end, or each of them where it is called.
+    """Yield a mixture of experts as a whole at its output, or each expert where it is called.
 
     Raises:
-        UnsupportedModelError: a shared expert that is called in a way that is not known.
+        UnsupportedModelError: a shared expert whose call is not known.
     """
     points = frozen.points.blocks[sublayer.layer]
     weights = frozen.view.blocks[sublayer.layer].mlp
     assert isinstance(weights, ExpertsWeights)
-    assert points.mlp is not None  # experts are held as a whole
+    assert points.mlp is not None  # experts are frozen as a whole
     shared = () if points.shared is None else (points.shared.out,)
     layer = sublayer.layer
     if by == "component" and weights.module is not None:
@@ -429,8 +428,8 @@ def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str
             yield NodeChange(name, expert=Expert(weights, None, weights.shared_module), layer=layer)
         else:
             raise UnsupportedModelError(
-                f"{question}: no hook and no module is known where {name} could be taken away. "
-                "by='component' takes all experts of a layer away; or leave live out."
+                f"{question}: no hook and no module is known where {name} could be ablated. "
+                "by='component' ablates all experts of a layer together; or leave live out."
             )
 
 
@@ -438,15 +437,15 @@ def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str
 
 
 class NodeGradients:
-    """Nodes of a target of the live model.
+    """The nodes of a target in the live model, with their values and the target's gradients there.
 
     Attributes:
-        nodes: which.
-        points: the hook points where they are.
-        rule: what gradients follow; None for the model's own.
-        live: the target, in the live model.
+        nodes: the nodes.
+        points: their hook points.
+        rule: the rule that gradients follow; None for the model's own.
+        live: the target in the live model.
         frozen: its pass.
-        values: what the model has at every node.
+        values: the values at every node.
     """
 
     def __init__(
@@ -460,13 +459,13 @@ class NodeGradients:
         self.values = self._by_point(self.live.seen)
 
     def values_of(self, other: FrozenPass) -> NodeValues:
-        """What the model has at every node for the prompts of another pass, whose number it gives."""
+        """Return the values at every node for the prompts of another pass, verified against it."""
         seen = self.live.run_of(other, self.points)
         self.live.check_other(self.live.number(seen)[0], self.live.readout.number_of(other.activation))
         return self._by_point(seen)
 
     def at(self, start: Mapping[str, Tensor], memory: Memory = None) -> NodeValues:
-        """The target's gradients by every node, a row for each query; `start` is what enters the first block."""
+        """Return the target's gradients at every node, a row for each query; `start` is the first block's input."""
         with self._graph(start) as (number, leaves):
             per_query = 4 * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
             queries = number.shape[1]
@@ -478,7 +477,7 @@ class NodeGradients:
         return self._of_leaves(gradients, queries)
 
     def without(self, start: Mapping[str, Tensor], dropped: Sequence[Sequence[str]]) -> Iterator[NodeValues]:
-        """The gradients of a target's one query, with nothing passed back through some hook points: once for each."""
+        """Yield the gradients of a target's only query with no gradient through some hook points, once for each."""
         closed: list[str] = []
         with self._graph(start, {*chain(*dropped)}, closed) as (number, leaves):
             for points in dropped:
@@ -493,14 +492,14 @@ class NodeGradients:
     def _graph(
         self, start: Mapping[str, Tensor], gates: Collection[str] = (), closed: Collection[str] = ()
     ) -> Iterator[tuple[Float[Tensor, "batch query"], list[Tensor]]]:
-        """A run of the model, from what enters the first block: the target's number and a leaf at every point of nodes.
+        """Run the model from the first block's input; yield the target's value and a leaf at every point of nodes.
 
-        Of gates, those that are closed while gradients are taken pass nothing on to what is before them.
+        A gate that is closed while gradients are taken passes none back to what is before it.
         """
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
-            # the tensor that a Bridge shows a hook need not be the one that it uses; what the hook returns is
+            # a Bridge may show a hook a tensor that it does not use itself; it does use what the hook returns
             if name in gates:
                 live = live.view_as(live)
                 live.register_hook(lambda gradient: torch.zeros_like(gradient) if name in closed else gradient)
@@ -526,7 +525,7 @@ class NodeGradients:
             yield number, [added[point] for point in self.points]
 
     def _number(self, hooks: Sequence[FwdHook]) -> Float[Tensor, "batch query"]:
-        """The target's number in a run with these hooks."""
+        """Return the target's value in a run with these hooks."""
         read: dict[str, Tensor] = {}
 
         def see(live: Tensor, *, hook: Any, name: str) -> None:
@@ -537,13 +536,13 @@ class NodeGradients:
         return self.live.number(read)[0]
 
     def _pulled(self, number: Float[Tensor, "batch query"], leaves: Sequence[Tensor], queries: range) -> list[Tensor]:
-        """The gradients of some queries by every leaf, a row for each; the graph is kept."""
+        """Return the gradients of some queries at every leaf, a row for each; the graph is kept."""
         chosen = torch.eye(number.shape[1], dtype=number.dtype, device=number.device)[queries.start : queries.stop]
         cotangents = chosen[:, None].expand(-1, *number.shape)
 
         def of_multiple(factor: float) -> list[Tensor]:
             given = factor * cotangents
-            if len(given) == 1:  # no map over rows, which some operations of the model do not know
+            if len(given) == 1:  # without vmap over rows, which some operations of the model do not support
                 gradients = torch.autograd.grad(number, leaves, given[0], retain_graph=True, materialize_grads=True)
                 return [gradient[None] for gradient in gradients]
             return [*torch.autograd.grad(number, leaves, given, True, is_grads_batched=True, materialize_grads=True)]
@@ -554,7 +553,7 @@ class NodeGradients:
         return gradients
 
     def products(self, values: NodeValues, gradients: NodeValues) -> Float[Tensor, "*row batch node pos"]:
-        """Values dotted with gradients, by node and position; those of both sides of an encoder–decoder in one row."""
+        """Dot values with gradients, by node and position; both sides of an encoder–decoder are in one row."""
         pos = self.frozen.tokens.shape[1]
         scores: list[Tensor] = []
         for (points, parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):
@@ -568,22 +567,22 @@ class NodeGradients:
         return torch.cat(scores, dim=-2)
 
     def positions(self, point: str) -> range:
-        """The positions that a hook point shows, among all of an encoder–decoder."""
+        """Return the positions that a hook point shows, among all of an encoder–decoder."""
         return range(self.frozen.tokens.shape[1])[self.frozen.capture.span(point)]
 
     def _by_point(self, shown: Mapping[str, Tensor], *rows: int) -> NodeValues:
-        """What hook points show, with heads side by side; some classes flatten batch and position."""
+        """Arrange the values of hook points with heads side by side; some classes flatten batch and position."""
         batch = len(self.frozen.tokens)
         return {point: shown[point].reshape(*rows, batch, len(self.positions(point)), -1) for point in self.points}
 
 
 def _in_a_row(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of every leaf as one vector of each row."""
+    """Concatenate gradients of every leaf into one vector per row."""
     return [torch.cat([tensor.flatten(1).to(tensors[0].device) for tensor in tensors], dim=1)]
 
 
 def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> None:
-    """A rule changes gradients alone.
+    """Check that a rule changes only gradients.
 
     Raises:
         NumericalError: it changed what the model computes.
@@ -591,5 +590,5 @@ def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> 
     error = float((under_rule - plain).abs().max())
     if not error <= frozen.tolerance * max(float(plain.abs().max()), 1.0):
         raise NumericalError(
-            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. {SAME_VALUE}"
+            f"{frozen.view.description}: under the rule the model computes another value, {error:.1e} off. {SAME_VALUE}"
         )

@@ -1,18 +1,18 @@
-"""The live model with every edge apart: each destination reads a mix of its own of what nodes write for two prompts.
+"""The live model with every edge separate: each destination reads its own mix of the nodes' outputs for two prompts.
 
-Nothing is frozen, and nothing of a block is described but the norm before attention and the weights of each head's
-queries, keys and values: the model's modules compute those of all heads from one stream, and here each reads its own.
-The model runs the corrupted prompt once. After each block that block is called again, for many circuits at a time: with
-what its heads' queries, keys and values are for their mixes, which shows what they give; and with a stream that makes
-the MLP read its mix, which shows its neurons.
+Nothing is frozen. The only weights used are the norm before attention and each head's query, key and value matrices:
+the model's own modules compute these for all heads from one stream, but here each head reads its own. The model runs
+the corrupted prompt once. After each block, that block is called again for many circuits at a time: with its heads'
+queries, keys and values for their mixes, to obtain the heads' outputs; and with a stream that makes the MLP read its
+mix, to obtain its neurons.
 
-Blocks must add what attention and the MLP write to the stream as it is: pre-LN, sequential or parallel. With a norm
-between (post-LN, sandwich, OLMo 2) what a head writes by itself is not defined in the live model, and such blocks are
-refused by name, as is a node that no hook point shows. The run is proved: all edges give what the clean prompt has
-before every step, and none what the corrupted prompt has at every node.
+Blocks must add the unmodified outputs of attention and MLP to the stream: pre-LN, sequential or parallel. With a norm
+in between (post-LN, sandwich, OLMo 2), a single head's output is not defined in the live model, and such blocks raise
+an error, as does a node that no hook point shows. The run is verified: with all edges clean it must reproduce the clean
+prompt's stream before every step, and with none the corrupted prompt's values at every node.
 
-Of an encoder–decoder, keys and values of cross-attention read the encoder's stream through the norm at its end, which
-belongs to what they read.
+In an encoder–decoder, keys and values of cross-attention read the encoder's stream through the norm at its end, which
+counts as part of their read.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,23 +50,23 @@ from tensorlens_tl.passes import PassLike
 from tensorlens_tl.passes.live import replace_forward, rows_of
 
 Again = Callable[[dict[str, Tensor], str], Tensor]
-"""Calls a block for copies of the prompts: what they have at a hook point, given what they have at others."""
+"""Calls a block for copies of the prompts: returns their values at a hook point, given those at others."""
 
 
 class _ReachedError(Exception):
-    """A call of a block, or the run, has shown what was wanted."""
+    """Raised once a call of a block, or the run, has reached the wanted value."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """How heads read the stream by queries, keys or values.
+    """How heads read the stream, by queries, keys or values.
 
     Attributes:
-        point: where the model has them.
-        step: the step before which they read it.
-        side: at which positions.
-        norm: what the stream goes through first.
-        W, b: of every head of the model, fewer of keys and values than of queries in grouped attention.
+        point: the hook point of these vectors.
+        step: the step before which they read.
+        side: the positions that they read.
+        norm: the norm that the stream passes first.
+        W, b: for every head of the model; in grouped attention, fewer keys and values than queries.
     """
 
     point: str
@@ -77,7 +77,7 @@ class _Way:
     b: Float[Tensor, "head 1 d_head"] | None
 
     def __call__(self, x: Float[Tensor, "row head pos d_model"]) -> Float[Tensor, "row some head d_head"]:
-        """What each head has for what it reads; heads of a group have the same weights."""
+        """Return each head's vector for what it reads; heads of a group share weights."""
         x = self.norm(x[..., slice(*self.side), :])
         each = x.shape[1] // len(self.W)
         wide = torch.promote_types(x.dtype, self.W.dtype)
@@ -88,24 +88,24 @@ class _Way:
 
 
 class LiveEdges:
-    """The live model with every edge apart, beside what it does for the corrupted prompt.
+    """The live model with every edge separate, relative to its run of the corrupted prompt.
 
     Args:
-        readout: the target, of the clean prompt.
+        readout: the clean prompt's target.
         other: the stream of the corrupted prompt.
         exists: which pairs are edges.
 
     Raises:
-        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
-        UnsupportedModelError: a block is no sum of what its nodes write, or no hook point shows one of them; or the run
-            does not reproduce the model.
+        FrozenModelError: a frozen pass is attached, or hooks were added or removed since a pass.
+        UnsupportedModelError: a block is not the sum of its nodes' outputs, or no hook point shows one of them; or the
+            run does not reproduce the model.
     """
 
     def __init__(self, readout: StreamTarget, other: Stream, exists: Bool[Tensor, "source destination"]) -> None:
         self.readout, self.exists = readout, exists
         self.frozen, self.corrupted = readout.stream.run, other.run
         refuse_hooks(self.frozen, self.corrupted)
-        self.alone = self.frozen.live("edges of the live model").alone  # which refuses dropout, too
+        self.alone = self.frozen.live("edges of the live model").alone  # also rejects dropout
         self.steps = readout.stream.steps
         self.end = next((number for number, step in enumerate(self.steps) if step.layer < 0), len(self.steps))
         if (
@@ -122,13 +122,13 @@ class LiveEdges:
             _Run(self, torch.stack([exists, torch.zeros_like(exists)])[:, None], readout.stream.anchored().x).numbers()
 
     def parts(self) -> Iterator[tuple[int, Sublayer]]:
-        """Every sublayer, with the number of its step."""
+        """Yield every sublayer with the number of its step."""
         for number, step in enumerate(self.steps[: self.end]):
             for part in step.sublayers:
                 yield number, part
 
     def refusal(self, why: str) -> UnsupportedModelError:
-        """What is raised where a live run with every edge apart is not defined, or goes wrong."""
+        """Return the error for a model in which live runs with separate edges are not defined, or fail."""
         return UnsupportedModelError(
             f"live edges of this {self.frozen.view.description}: {why}. They need pre-LN blocks, sequential or "
             "parallel, with hook points at queries, keys, values and neurons; patch_scores, and edge_scores with any "
@@ -136,7 +136,7 @@ class LiveEdges:
         )
 
     def _check_steps(self) -> None:
-        """Refuse a block that is more than attention and an MLP that add what they write to the stream."""
+        """Reject a block that does more than add the outputs of attention and an MLP to the stream."""
         for step in self.steps[: self.end]:
             name = self.frozen.view.blocks[step.layer].name
             layout = self.frozen.layouts[step.layer]
@@ -145,7 +145,7 @@ class LiveEdges:
                 between = f"its {layout.name} layout has norms between what a part writes and the stream"
                 raise self.refusal(f"{name}: {between}")
             if not step.sublayers and step.outer_name != f"{ENCODER_NORM}.b":
-                raise self.refusal(f"{name}: {step.outer_name} stands between what its parts write")
+                raise self.refusal(f"{name}: {step.outer_name} stands between the outputs of its parts")
             for part in step.sublayers:
                 if part.kind not in ("head", "mlp") or hidden_point(self.frozen, part) is None:
                     raise self.refusal(
@@ -154,7 +154,7 @@ class LiveEdges:
                     )
 
     def _ways(self, number: int, part: Sublayer) -> tuple[_Way, _Way, _Way]:
-        """How the heads of one attention read by queries, keys and values."""
+        """Return how the heads of one attention read by queries, keys and values."""
         block = self.frozen.view.blocks[part.layer]
         layout, points = self.frozen.layouts[part.layer], self.frozen.points.blocks[part.layer]
         side = self.frozen.capture.side(part.layer)
@@ -190,12 +190,12 @@ class LiveEdges:
         return ways[0], ways[1], ways[2]
 
     def encoder_norm(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
-        """What the norm at an encoder's end gives."""
+        """Apply the norm at an encoder's end."""
         view = self.frozen.view
         return self._normed(x, view.encoder_norm, view.encoder_norm_name)
 
     def _normed(self, x: Float[Tensor, "*rows d"], norm: NormWeights | None, name: str) -> Float[Tensor, "*rows d"]:
-        """What a norm gives, as the live model computes it; its gain may stand elsewhere than in its module."""
+        """Apply a norm as the live model computes it; its gain may be kept outside its module."""
         if norm is None:
             return x
         view = self.frozen.view
@@ -205,7 +205,7 @@ class LiveEdges:
     def number(
         self, decoder: Float[Tensor, "row batch pos d"], encoder: Float[Tensor, "row batch pos d"]
     ) -> Float[Tensor, "row batch"]:
-        """The target's number, of the streams after the last block of each stack among all positions."""
+        """Return the target's value from the streams after the last block of each stack, at all positions."""
         view, length = self.frozen.view, self.frozen.prompt.encoder_length
         after = self._normed(decoder[..., length:, :], view.final_norm, view.final_norm_name)
         if length:
@@ -216,12 +216,12 @@ class LiveEdges:
     def numbers(
         self, clean_edges: Bool[Tensor, "circuit source destination"], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
-        """The target's number with only these edges clean."""
+        """Return the target's value with only these edges clean."""
         return self._numbers(len(clean_edges), lambda rows: clean_edges[rows.start : rows.stop, None], memory)
 
     @torch.no_grad()
     def patched(self, memory: Memory) -> Float[Tensor, "batch source destination"]:
-        """What the target loses with each edge corrupted by itself."""
+        """Return what the target loses with each edge corrupted on its own."""
         edges = self.exists.nonzero()
 
         def all_but_one(rows: range) -> Bool[Tensor, "row 1 source destination"]:
@@ -239,7 +239,7 @@ class LiveEdges:
     def losses(
         self, corrupted: Bool[Tensor, "run batch source destination"], memory: Memory
     ) -> Float[Tensor, "run batch"]:
-        """What the target loses in each run with some edges of each prompt corrupted together."""
+        """Return what the target loses in each run with some edges of each prompt corrupted together."""
 
         def others(rows: range) -> Bool[Tensor, "row batch source destination"]:
             return self.exists & ~corrupted[rows.start : rows.stop]
@@ -252,7 +252,7 @@ class LiveEdges:
         clean_edges: Callable[[range], Bool[Tensor, "row #batch source destination"]],
         memory: Memory,
     ) -> Float[Tensor, "circuit batch"]:
-        """The same for edges, of all prompts or of each, that are computed for a range of circuits when those run."""
+        """Return the target's value for circuits whose clean edges are computed for a range of them at a time."""
         x, heads = self.x[0], max((len(part.nodes) for _, part in self.parts()), default=1)
         per_row = 2 * (6 * heads + len(self.exists)) * x.numel() * x.element_size()
         per_row += (1 + x.element_size()) * self.exists.numel()
@@ -261,17 +261,17 @@ class LiveEdges:
 
 
 class _Run:
-    """One run of the corrupted prompts, after each of whose blocks that block is called again for every circuit.
+    """One run of the corrupted prompts in which each block, once it has run, is called again for every circuit.
 
     Attributes:
-        clean_edges: by destination and source 1 for a clean edge, 0 for a corrupted one, a row for each circuit.
-        changes: what each source writes in each circuit more than for the corrupted prompts.
+        clean_edges: by destination and source, 1 for a clean edge and 0 for a corrupted one, a row for each circuit.
+        changes: each source's output in each circuit minus that for the corrupted prompts.
         sources, destinations: how many have been reached so far, in the order of `EdgeLayout`.
-        held: what the corrupted prompts have at hook points; outputs: what their attention gives, by layer and module.
-        given, until: in a call of a block for circuits, what they have at hook points, and where the call ends.
-        shown, rows: what such a call has there, and of which prompt each of its copies is.
-        clean_x: the stream of the clean prompts, for the proof: then all edges of the first circuit are clean, and none
-            of the second.
+        held: the corrupted prompts' values at hook points; outputs: their attention outputs, by layer and module.
+        given, until: in a call of a block for circuits, their values at hook points, and where the call ends.
+        shown, rows: the value where such a call ends, and the prompt of each of its copies.
+        clean_x: the stream of the clean prompts, for verification: then all edges of the first circuit are clean, and
+            none of the second.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class _Run:
         self.shown = self.rows = x
 
     def numbers(self) -> Float[Tensor, "row batch"]:
-        """The target's number in every circuit."""
+        """Return the target's value in every circuit."""
         edges, frozen = self.edges, self.edges.corrupted
         points = [*self.entries]
         points += [way.point for ways in edges.ways.values() for way in ways]
@@ -318,7 +318,7 @@ class _Run:
     # ------------------------------------------------------------------ calls of a block
 
     def _at(self, live: Tensor, *, hook: Any, name: str) -> Tensor:
-        """Note what the corrupted prompts have at a hook point; for circuits, put in what they have, and end there."""
+        """Note the corrupted prompts' values at a hook point; in a call for circuits, insert theirs and stop there."""
         if not self.until:
             self.held[name] = live
             return live
@@ -330,7 +330,7 @@ class _Run:
         return live
 
     def _attention(self, name: str, computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What attention gives; in a call for an MLP, once more what it gives for the corrupted prompts."""
+        """Run attention; in a call for an MLP, return its output for the corrupted prompts again."""
         if self.until and not self.given.keys() - self.entries:
             return rows_of(self.outputs[name], self.rows, len(self.edges.corrupted.tokens))
         output = computed(*args, **kwargs)
@@ -339,7 +339,7 @@ class _Run:
         return output
 
     def _block(self, layer: int, computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block's output; meanwhile what its nodes write in every circuit."""
+        """Run a block, and compute its nodes' outputs in every circuit."""
         output = computed(*args, **kwargs)
         batch = len(self.edges.corrupted.tokens)
 
@@ -368,7 +368,7 @@ class _Run:
     # ------------------------------------------------------------------ what nodes read, have and write
 
     def _reads(self, step: int, destinations: slice) -> Float[Tensor, "row batch destination pos d"]:
-        """What some destinations read of what was written so far: the corrupted stream before a step, and changes."""
+        """Return what some destinations read before a step: the corrupted stream plus the changes along clean edges."""
         x, known = self.edges.x[step], self.changes[:, :, : self.sources]
         changed = self.clean_edges[:, :, destinations, : self.sources] @ known.flatten(3)
         return changed.unflatten(3, x.shape[1:]) + x[:, None]
@@ -378,7 +378,7 @@ class _Run:
         return slice(self.destinations - count, self.destinations)
 
     def _write(self, number: int, step: Step, again: Again) -> None:
-        """What the nodes of a step write; they read what was written before it."""
+        """Compute the outputs of a step's nodes, which read what was written before it."""
         start, stop = self.edges.frozen.capture.side(step.layer)
         length = self.edges.frozen.tokens.shape[1]
         changes: list[Tensor] = []
@@ -395,15 +395,15 @@ class _Run:
         self.sources += written.shape[2]
 
     def _heads(self, number: int, part: Sublayer, point: str, again: Again) -> Float[Tensor, "rows pos width"]:
-        """What every head gives, for what its own queries, keys and values read.
+        """Return every head's output for what its own queries, keys and values read.
 
-        The model has one key and one value for a group of heads. There a call has as many copies of each circuit as
-        heads are in a group, and in each copy another one of them has its own.
+        In grouped attention the model has one key and one value per group. A call then has as many copies of each
+        circuit as there are heads in a group, and each copy is right for a different one of them.
         """
         ways, heads, rows = self.edges.ways[number], len(part.nodes), len(self.changes)
         if part.is_cross:
             reads = [self._reads(way.step, self._next(heads)) for way in ways]
-        else:  # at once, as what was written is long
+        else:  # all at once, as the tensor of what was written is large
             reads = self._reads(number, self._next(3 * heads)).chunk(3, dim=2)
         vectors = [way(x.flatten(0, 1)) for way, x in zip(ways, reads, strict=True)]
         each = vectors[1].numel() // rows // self.held[ways[1].point].numel()
@@ -422,9 +422,9 @@ class _Run:
         return z.diagonal(dim1=0, dim2=4).movedim(-1, -2).flatten(2)
 
     def _neurons(self, part: Sublayer, point: str, again: Again) -> Float[Tensor, "rows pos width"]:
-        """What an MLP's neurons give.
+        """Return an MLP's neurons.
 
-        Its block is called with the stream to which attention adds what it adds for the corrupted prompts.
+        Its block is called on a stream to which attention adds its output for the corrupted prompts.
         """
         frozen = self.edges.frozen
         first = self.edges.readout.stream.step_at(part.layer)
@@ -432,19 +432,19 @@ class _Run:
         reads = self._reads(first, self._next(1))[:, :, 0, start:stop].flatten(0, 1)
         return again({frozen.points.blocks[part.layer].resid_pre: reads}, point).reshape(len(reads), stop - start, -1)
 
-    # ------------------------------------------------------------------ the proof
+    # ------------------------------------------------------------------ verification
 
     def _prove(self, what: str, error: float) -> None:
-        """Refuse a model that the run does not reproduce.
+        """Reject a model that the run does not reproduce.
 
         Raises:
-            UnsupportedModelError: it is further off than the pass allows.
+            UnsupportedModelError: the error exceeds the tolerance of the pass.
         """
         if not error <= self.edges.frozen.tolerance:
             raise self.edges.refusal(f"{what} differs from the model's own by {error:.1e}")
 
     def _prove_stream(self, number: int) -> None:
-        """Compare the stream before a step, where all edges are clean, with that of the clean prompts."""
+        """Compare the stream before a step, with all edges clean, with that of the clean prompts."""
         if self.clean_x is None:
             return
         layer = self.edges.steps[min(number, self.edges.end - 1)].layer
@@ -455,17 +455,17 @@ class _Run:
 
 
 def encoder_end(stream: Stream) -> int:
-    """The step before which an encoder's stream is all that its blocks write: that of the norm at its end, if any."""
+    """Return the step before which an encoder's stream is complete: that of the norm at its end, if any."""
     of_encoder = [step for step in stream.steps if 0 <= step.layer < stream.frozen.view.encoder_layers]
     ends_in_norm = bool(of_encoder) and not of_encoder[-1].sublayers
     return len(of_encoder) - ends_in_norm
 
 
 def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
-    """Refuse runs of the live model on behalf of two passes, where hooks make it another model than theirs.
+    """Reject live runs for two passes if the model's hooks are no longer those of the passes.
 
     Raises:
-        FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
+        FrozenModelError: a frozen pass is attached, or hooks were added or removed since a pass.
     """
     refuse_attached(clean.model)
     now = other_hooks(clean.model)
@@ -474,6 +474,6 @@ def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
         if frozen.capture.hook_numbers != numbers:
             raise FrozenModelError(
                 f"hooks were put on the model or taken off since the {name} prompts were frozen (at "
-                f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so that the live model "
-                "is another one than theirs. Take them off, or freeze both again."
+                f"{', '.join(sorted({*now} ^ {*frozen.other_hooks})) or 'the same points'}), so the live model is "
+                "no longer the one of the passes. Undo this, or freeze both again."
             )

@@ -1,24 +1,25 @@
-"""Scores of which the largest are measured by patching the live model, and how far the others are off.
+"""Scores whose largest are measured by patching the live model, with an error for the others.
 
 Three estimates of every score cost a few runs together. The exact difference of the two runs hardly ever misses a large
-node, and overrates what the model repairs. The gradient at the prompt that is patched is right about small nodes, and
-blind to nodes behind a saturated softmax. The gradient a tenth of the way to the other prompt hardly is; where all of a
-prompt changes, it may be several times too large for early nodes (measured on trained models: docs/evaluation.md). So
+node, but overrates nodes whose effect the model repairs. The gradient at the prompt that is patched is right about
+small nodes, but blind to nodes behind a saturated softmax. The gradient a tenth of the way to the other prompt hardly
+has that blind spot; where all of a prompt changes, it may be several times too large for early nodes (measured on
+trained models: docs/evaluation.md). So
 
-1. the nodes that may be the largest are patched live, each by itself: those with the largest sum of the size of an
-   estimate and how far the estimates are apart;
-2. the middle one of the three is the score of the others;
-3. of the others, some are drawn at random and patched as well. With x_i = abs(live score − score) and p_i the
-   probability of a draw, x_i / p_i is an unbiased estimate of Σx, whatever the p_i are (Hansen and Hurwitz 1943). They
-   are larger where the estimates differ, p_i ∝ how far they are apart + half of its mean: where misses are, so
-   that draws scatter less;
-4. what is then still unmeasured is divided at random into groups, each of which is patched as a whole, so that a large
-   node which all estimates miss shows in the run of its group, without a run of its own. AtP* (Kramár et al. 2024)
-   tells by random subsets in the same way.
+1. the nodes that may be the largest are patched live, each on its own: those with the largest sum of an estimate's size
+   and the spread of the estimates;
+2. the others are scored by the median of the three;
+3. some of the others are drawn at random and patched as well. With x_i = abs(live score − score) and p_i the
+   probability of a draw, x_i / p_i is an unbiased estimate of Σx, whatever the p_i are (Hansen and Hurwitz 1943). To
+   reduce the variance, they are larger where the estimates differ, as misses are likely there: p_i ∝ spread of the
+   estimates + half of its mean;
+4. what is then still unmeasured is divided at random into groups, each patched as a whole, so that a large node that
+   all estimates miss shows up in its group's run, without a run of its own. AtP* (Kramár et al. 2024) uses random
+   subsets in the same way.
 
-`live` largest are patched for each prompt, and of nodes the whole input besides; there are half as many draws, and as
-many groups as draws, at least 2. `tensorlens_tl.results.measured` says how they become an interval and a bound. Each
-prompt has nodes of its own in a run, so that several prompts take no more runs than one.
+`live` of the largest are patched for each prompt, and among nodes the whole input as well; there are half as many
+draws, and as many groups as draws, at least 2. `tensorlens_tl.results.measured` turns them into an interval and a
+bound. In one run each prompt patches different nodes, so that several prompts take no more runs than one.
 """
 
 import re
@@ -35,24 +36,24 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import rest_interval
 
 LARGEST = 10
-"""How many of the largest are patched where `live` does not say."""
+"""How many of the largest are patched by default."""
 
 EVERYWHERE = 0.5
-"""What is added to every probability of a draw, as a share of how far estimates are apart on average."""
+"""What is added to every probability of a draw, as a share of the estimates' mean spread."""
 
 WAYS = "how many of the largest are patched, a share of all (0.1), or the largest error of the rest ('error<5%')"
 
 Patched = Callable[[Bool[Tensor, "run batch part"]], Float[Tensor, "run batch"]]
-"""What the target loses for each prompt in runs of the live model with some of its parts patched."""
+"""Returns what the target loses for each prompt in live runs with some parts patched."""
 
 
 class Budget(NamedTuple):
-    """How much is measured: so many of the largest, or a share of all; or until the stated error is small enough.
+    """How much to measure: a number of the largest, a share of all, or until the stated error is small enough.
 
     Attributes:
         number: how many, or None.
-        share: of all parts, or None.
-        error: how large the error of the rest may be at most, as a share of the sizes of all scores; None for any.
+        share: the share of all parts, or None.
+        error: the largest acceptable error of the rest, as a share of the sum of all absolute scores; None for any.
     """
 
     number: int | None = None
@@ -60,7 +61,7 @@ class Budget(NamedTuple):
     error: float | None = None
 
     def of(self, parts: int, what: str) -> int:
-        """How many of so many parts are patched for being the largest, at first.
+        """Return how many of the parts to patch at first, as the largest.
 
         Raises:
             InvalidInputError: more than there are.
@@ -73,17 +74,16 @@ class Budget(NamedTuple):
 
 
 def budget_of(live: Any, method: str | None) -> Budget:
-    """What `live=` asks for.
+    """Parse the `live=` argument.
 
     Raises:
-        InvalidInputError: it is nothing of the kind, or the method measures nothing.
+        InvalidInputError: an invalid value, or a method that measures nothing.
     """
     if live is None:
         return Budget()
     if method != "measured":
         raise InvalidInputError(
-            f"live={live!r}, method={method!r}: how many scores are measured is a question of method='measured'; use "
-            "that, or leave live out."
+            f"live={live!r}, method={method!r}: only method='measured' measures scores; use it, or leave live out."
         )
     if isinstance(live, str):
         match = re.fullmatch(r"\s*error\s*<=?\s*(\d*\.?\d+)\s*(%?)\s*", live)
@@ -99,13 +99,13 @@ def budget_of(live: Any, method: str | None) -> Budget:
 
 
 class Measurement(NamedTuple):
-    """Scores of which some are measured.
+    """Scores, some of which are measured.
 
     Attributes:
         scores: of every part.
-        measured: which of them are those of a live run.
-        draws: what each draw says about the sum of what the others were off.
-        groups: what each group of the unmeasured gave together, less the sum of its scores.
+        measured: which of them come from a live run.
+        draws: each draw's estimate of the sum of the others' errors.
+        groups: each unmeasured group's live loss minus the sum of its scores.
     """
 
     scores: Float[Tensor, "batch part"]
@@ -121,15 +121,15 @@ def measure(
     error: float | None,
     seed: int,
 ) -> Measurement:
-    """Measure the largest, fill in the others, and see how far these are off.
+    """Measure the largest scores, estimate the others, and sample how far off these are.
 
     Args:
-        estimates: of every score, three; the middle one is the score of what is not measured.
-        patched: the live model.
-        first: how many of the largest are measured, at first.
-        error: how large the stated error may be, as a share of the sizes of all scores; twice as many are measured
-            until it is smaller.
-        seed: of draws and groups.
+        estimates: three estimates of every score; their median is the score of what is not measured.
+        patched: runs the live model.
+        first: how many of the largest are measured at first.
+        error: the acceptable stated error, as a share of the sum of all absolute scores; the number measured doubles
+            until it is reached.
+        seed: the seed of draws and groups.
     """
     guesses = estimates.median(0).values
     scores = guesses.clone()
@@ -158,14 +158,14 @@ def measure(
             break
         count = 2 * count
     together = together - torch.einsum("gbp,bp->bg", groups.to(scores), scores)
-    if left <= len(groups):  # each is in a group by itself, and so is measured as well
+    if left <= len(groups):  # every group has a single part, which is thereby measured
         scores = scores + torch.einsum("gbp,bg->bp", groups.to(scores), together)
         measured, together = torch.ones_like(measured), together[:, :0]
     return Measurement(scores, measured, draws, together)
 
 
 def _one_by_one(parts: Int[Tensor, "batch run"], count: int) -> Bool[Tensor, "run batch part"]:
-    """Runs in each of which one part of every prompt is patched."""
+    """Return runs that each patch one part of every prompt."""
     runs = torch.zeros(parts.shape[1], len(parts), count, dtype=torch.bool, device=parts.device)
     return runs.scatter_(2, parts.T[..., None], True)
 
@@ -173,8 +173,8 @@ def _one_by_one(parts: Int[Tensor, "batch run"], count: int) -> Bool[Tensor, "ru
 def _drawn(
     apart: Float[Tensor, "batch part"], rest: Bool[Tensor, "batch part"], count: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "batch draw"], Float[Tensor, "batch draw"]]:
-    """Draws with replacement from the rest, more often where estimates differ, and the probability of each."""
-    left = rest | ~rest.any(1, keepdim=True)  # a prompt that has nothing left draws anything, which counts nothing
+    """Draw from the rest with replacement, more often where estimates differ; return the draws' probabilities."""
+    left = rest | ~rest.any(1, keepdim=True)  # a prompt with nothing left may draw anything: it does not count
     off = apart.double().where(rest, 0)
     mean = off.sum(1, keepdim=True) / left.sum(1, keepdim=True)
     weights = (off + EVERYWHERE * mean.where(mean > 0, 1)) * left
@@ -188,7 +188,7 @@ def _drawn(
 def _groups(
     rest: Bool[Tensor, "batch part"], most: int, generator: torch.Generator
 ) -> Bool[Tensor, "group batch part"]:
-    """Each prompt's unmeasured parts, divided at random into groups of one size or one less."""
+    """Divide each prompt's unmeasured parts at random into groups whose sizes differ by at most one."""
     groups = min(most, int(rest.sum(1).max()))
     places = torch.rand(rest.shape, generator=generator, dtype=torch.float64).to(rest.device)
     order = places.masked_fill(~rest, 2).argsort(1).argsort(1)

@@ -1,12 +1,12 @@
-"""The stream of a run under a rule: what reads it and what writes to it are parts of the live model, as it ran.
+"""The stream of a run under a rule: its sublayers are parts of the live model, as it ran.
 
-No weight is read and no architecture described here. A run is cut where its nodes are: what arrives there ends
-one part of the run, and what goes on begins the next, so that autograd has a graph of each part by itself. Attention is
-cut at its queries, keys and values as well, where the rule lets patterns respond: its heads are then three sublayers
-each, as in a difference of two runs.
+No weight is read and no architecture is described here. A run is cut at its nodes: the value that arrives there ends
+one part of the run and a new leaf begins the next, so that autograd has a separate graph of each part. Where the rule
+lets patterns respond, attention is also cut at its queries, keys and values: its heads are then three sublayers each,
+as in a difference of two runs.
 
-The steps are those of the frozen stream. What the cuts leave is proved: the target pulled through all parts must be the
-gradient that the rule gives without any cut, by the first block's input.
+The steps are those of the frozen stream. The cuts are verified: the target pulled through all parts must equal the
+gradient that the rule gives without any cut, with respect to the first block's input.
 """
 
 import threading
@@ -45,17 +45,17 @@ from tensorlens_tl.registry import is_of_run
 from tensorlens_tl.requirements import check_rule
 
 Start = Mapping[str, Float[Tensor, "batch _pos d_model"]]
-"""What enters the first block, by hook point, where it is not what the prompts of the pass give."""
+"""The first block's input, by hook point, where it differs from that of the pass's prompts."""
 
 
 def target_under(readout: StreamTarget, rule: RuleLike, question: str, *, neurons: bool = False) -> StreamTarget:
-    """A target of the frozen stream, or under a rule of a run; see `ruled_target`.
+    """Return a target of the frozen stream, or under a rule of a run; see `ruled_target`.
 
     Args:
         readout: the target.
-        rule: a rule or its name; None, and those of the frozen model, for the stream as it is.
+        rule: a rule or its name; None and rules of the frozen model return the target unchanged.
         question: the function that was called, for messages.
-        neurons: whether it is about the neurons of MLPs.
+        neurons: whether the caller needs the neurons of MLPs as nodes.
 
     Raises:
         InvalidInputError: no such rule, or one for a difference.
@@ -63,7 +63,7 @@ def target_under(readout: StreamTarget, rule: RuleLike, question: str, *, neuron
     """
     if rule is not None and not isinstance(readout.stream.frozen, FrozenPass):
         raise InvalidInputError(
-            f"{question}(rule=): a rule is of one run; ask about one of the passes of a difference, or leave rule out."
+            f"{question}(rule=): a rule applies to one run; pass one of the passes of a difference, or leave rule out."
         )
     if not is_of_run(rule):
         return readout
@@ -84,23 +84,20 @@ def target_under(readout: StreamTarget, rule: RuleLike, question: str, *, neuron
 def ruled_target(
     readout: StreamTarget, rule: Rule | None, start: Start | None = None, *, biases: bool = True
 ) -> tuple[StreamTarget, Pulled]:
-    """A target of the frozen stream as one of a run under a rule.
+    """Return a target of the frozen stream as one of a run under a rule, and its pull along that stream.
 
     Args:
         readout: the target.
-        rule: what gradients follow; None for the model's own.
-        start: what enters the first block instead.
-        biases: whether what the parts add besides their linear maps is wanted; it takes a push through each.
-
-    Returns:
-        The target, and it pulled back along its stream.
+        rule: the rule that gradients follow; None for the model's own.
+        start: a replacement for the first block's input.
+        biases: whether to compute what the parts add besides their linear maps, which takes a push through each.
 
     Raises:
-        UnsupportedModelError: a part that cannot be cut out of the run, or an operation that the rule does not know.
-        NumericalError: the parts together are not the whole, or the rule changes what the model computes.
+        UnsupportedModelError: a part that cannot be cut out of the run, or an operation that the rule does not cover.
+        NumericalError: the parts together do not reproduce the run, or the rule changes what the model computes.
         FrozenModelError: a frozen pass is attached, or weights or hooks were changed since the pass.
     """
-    # refuses an attached pass, changed weights, train mode, and hooks that were put on since and change what it does
+    # rejects an attached pass, changed weights, train mode, and hooks added since that change the run
     readout.stream.run.live("a run under a rule").check_hooks()
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
@@ -115,10 +112,10 @@ class _Cut:
     """Nodes that one hook point shows.
 
     Attributes:
-        sublayer: theirs in the frozen stream.
-        point: where they are.
+        sublayer: their sublayer in the frozen stream.
+        point: the hook point.
         nodes, kind: of the ruled sublayer.
-        ways: the hook points of queries, keys and values, of heads.
+        ways: for heads, the hook points of queries, keys and values.
     """
 
     sublayer: Sublayer
@@ -130,10 +127,10 @@ class _Cut:
 
 @dataclass(eq=False)
 class _Seen(Cuts):
-    """What a run shows: also what modules are called with, and values that are only looked at."""
+    """The values that a run shows, including the arguments of modules and values that are only observed."""
 
     def watch(self, name: str, called: str = "") -> FwdHook:
-        """A hook that only looks, at what may be called something else."""
+        """Return a hook that only observes a value, noted under `called` or its own name."""
 
         def look(live: Tensor, *, hook: Any) -> None:
             self.arrived[called or name] = live
@@ -141,7 +138,7 @@ class _Seen(Cuts):
         return name, in_this_thread(look)
 
     def watch_call(self, placing: Placing, module: nn.Module, name: str, *, output: bool = False) -> None:
-        """Look at what a module is called with, or gives."""
+        """Observe a module's first tensor argument, or its output."""
         home = threading.get_ident()
 
         def look(module: Any, args: tuple[Any, ...], last: Any) -> None:
@@ -187,13 +184,13 @@ class _RuledRun:
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{what} of this {self.frozen.view.description} cannot be cut out of a run, so that nothing says how its "
-            "parts pass gradients on. Ask about the frozen model (rule=None, method='frozen' or 'difference'), or "
-            "circuits.total_effects and tlens.attribute, which take rules here, too."
+            f"{what} of this {self.frozen.view.description} cannot be cut out of a run, so gradients cannot be "
+            "assigned to its parts. Use the frozen model (rule=None, method='frozen' or 'difference'), or "
+            "circuits.total_effects and tlens.attribute, which support rules here."
         )
 
     def _refuse_other_blocks(self) -> None:
-        """Refuse what is more than sublayers that read the stream and add to it, before anything runs."""
+        """Reject steps other than sublayers that read the stream and add to it, before anything runs."""
         for step in self.blocks:
             points = self.frozen.points.blocks[step.layer]
             shown = step.outer_name == f"L{step.layer}.whitening" and points.whitened is not None
@@ -204,7 +201,7 @@ class _RuledRun:
                 raise self._refuse(f"L{step.layer}, whose weights are offloaded,")
 
     def _cuts(self, step: Step) -> list[_Cut]:
-        """Where the nodes of a step are."""
+        """Return the cuts of a step's nodes."""
         points = self.frozen.points.blocks[step.layer]
         layer = step.layer
         cuts: list[_Cut] = []
@@ -236,7 +233,7 @@ class _RuledRun:
         return cuts
 
     def _place(self, step: Step) -> Place:
-        """The norms around a step's sublayers."""
+        """Return the norms around a step's sublayers."""
         layout = self.frozen.layouts[step.layer]
         if step.sublayers and step.sublayers[0].is_cross and layout.cross is not None:
             return layout.cross
@@ -273,11 +270,11 @@ class _RuledRun:
         return seen
 
     def _is_second(self, number: int) -> bool:
-        """Whether another step of its block comes before a step."""
+        """Whether a step follows another one of its block."""
         return number > 0 and self.blocks[number - 1].layer == self.blocks[number].layer
 
     def _at_border(self, seen: _Seen, placing: Placing, number: int) -> list[FwdHook]:
-        """Look at the stream between two steps of a block: hooks for it, or modules that show it."""
+        """Observe the stream between two steps of a block, by the returned hooks or by modules."""
         before, step = self.blocks[number - 1 : number + 1]
         view, name = self.frozen.view, _border(number)
         block, points = view.blocks[step.layer], self.frozen.points.blocks[step.layer]
@@ -294,7 +291,7 @@ class _RuledRun:
         crossed = "_cross" if before.sublayers[0].is_cross else ""
         middle = f"{block.name}.hook_resid_mid{crossed}"
         if not view.is_bridge and not view.is_hooked_encoder and middle in self.known:
-            return [seen.watch(middle, name)]  # what reads it in a HookedTransformer may be copies
+            return [seen.watch(middle, name)]  # a HookedTransformer's readers may get copies of it
         outer, place = self._place(before).outer, self._place(step)
         if outer is not None:
             seen.watch_call(placing, getattr(block.module, outer), name, output=True)
@@ -304,7 +301,7 @@ class _RuledRun:
         return []
 
     def _prove(self, rule: Rule | None, start: Start) -> None:
-        """Pull the target through the uncut run too, and compare; so do values with those of the pass."""
+        """Check the cut run against an uncut one, and both against the values of the pass; note the uncut gradient."""
         frozen = self.frozen
         whole = _Seen()
         hooks = [*(whole.at(name, start.get(name)) for name in self.entries), whole.watch(self.read_at)]
@@ -322,7 +319,7 @@ class _RuledRun:
                 relative_error(value.to(live), live), "under the rule it computes something else", SAME_VALUE
             )
         error = relative_error(self.arrived[self.read_at].detach(), value)
-        self._refuse_error(error, "where it is cut, it computes something else")
+        self._refuse_error(error, "the cut run computes something else")
 
     def check(self, pulled: Float[Tensor, "query batch pos d_model"]) -> None:
         """Compare the target pulled through all parts with the gradient of the uncut run.
@@ -341,11 +338,11 @@ class _RuledRun:
     # ------------------------------------------------------------------ its parts
 
     def _side(self, layer: int) -> Side:
-        """The positions that a block acts on; -1 stands for what follows the last."""
+        """Return the positions that a block acts on; -1 stands for everything after the last block."""
         return self.capture.side(layer if layer >= 0 else self.plain.layers.stop - 1)
 
     def vectors(self, value: Tensor, side: Side) -> Float[Tensor, "batch pos width"]:
-        """What the model has at the positions of a side, as vectors among all, heads side by side; elsewhere zero."""
+        """Return the values of one side as vectors at all positions, heads side by side, zero elsewhere."""
         tokens = self.frozen.tokens
         vectors = value.detach().reshape(len(tokens), side[1] - side[0], -1).to(tokens.device)
         return widened(vectors, side[0], tokens.shape[1])
@@ -356,7 +353,7 @@ class _RuledRun:
         return Recorded(given, output, (batch, length), mixes, sides=None if whole else sides)
 
     def steps(self, biases: bool) -> Iterator[Step]:
-        """The steps, which fill `streams` and `hidden`."""
+        """Yield the steps, filling `streams` and `hidden`."""
         for number, (step, cuts) in enumerate(zip(self.blocks, self.cuts, strict=True)):
             entry = self.leaves[self.frozen.points.blocks[step.layer].resid_pre]
             if self._is_second(number):
@@ -373,14 +370,14 @@ class _RuledRun:
             self._pass_on(after, -1)
 
     def _pass_on(self, after: Tensor, layer: int) -> None:
-        """Note the stream after a step, which changes the positions of its side."""
+        """Note the stream after a step, which changes only the positions of its side."""
         start, stop = self._side(layer)
         before = self.streams[-1]
         changed = self.vectors(after, (start, stop))[:, start:stop]
         self.streams.append(torch.cat([before[:, :start], changed, before[:, stop:]], dim=1))
 
     def _after(self, number: int) -> Tensor:
-        """The stream after a step."""
+        """Return the stream after a step."""
         if number + 1 == len(self.blocks):
             return self.arrived[self.last]
         layer, following = self.blocks[number].layer, self.blocks[number + 1].layer
@@ -405,7 +402,7 @@ class _RuledRun:
                 changed = {"nodes": cut.nodes, "kind": kind, "in_parts": len(reads) > 1, "point": cut.point}
                 sublayers.append(replace(cut.sublayer, read=read, write=write, **changed))
         self.hidden.append(tuple(hidden))
-        if biases:  # of all sublayers together: what each adds by itself is not seen
+        if biases:  # of all sublayers together: their separate shares cannot be observed
             written = sum(part.write.push(value) for part, value in zip(sublayers, hidden, strict=True))
             rest = self.vectors(total, side) - self.vectors(entry, side) - written
             sublayers[-1] = replace(sublayers[-1], write=self._plus(sublayers[-1].write, rest, total))
@@ -413,7 +410,7 @@ class _RuledRun:
         return replace(step, sublayers=tuple(sublayers), outer=passed)
 
     def _outer(self, total: Tensor, after: Tensor, layer: int, biases: bool, mixes: bool = False) -> AffineMap:
-        """What the whole stream goes through; that of the other stack stays as it is."""
+        """Return the map of the whole stream after the sublayers; the other stack's stream is unchanged."""
         batch, length = self.frozen.tokens.shape
         start, stop = self._side(layer)
         outer = Chain((Recorded(total, after, (batch, stop - start), mixes),))
@@ -423,7 +420,7 @@ class _RuledRun:
         return outer if stop - start == length else Segment(outer, start, stop, length)
 
     def _reads(self, cut: _Cut, entry: Tensor, side: Side) -> dict[Kind, Chain]:
-        """What a cut's nodes read the stream by: heads by queries, keys and values, where patterns respond."""
+        """Return how a cut's nodes read the stream; heads by queries, keys and values where patterns respond."""
         arrived = self.arrived[cut.point]
         if not cut.ways:
             return {cut.kind: Chain((self._recorded(entry, arrived, (side, side), cut.sublayer.read.mixes),))}
@@ -443,7 +440,7 @@ class _RuledRun:
         return reads
 
     def _with_values(self, reads: Mapping[Kind, Chain], cut: _Cut, biases: bool) -> dict[Kind, tuple[Chain, Tensor]]:
-        """Each with its share of the hidden vector: what is no linear share of the others is the last one's bias."""
+        """Pair each read with its share of the hidden vector; the nonlinear remainder is the last one's bias."""
         *others, last = reads
         x, rest = self.streams[-1], self.vectors(self.arrived[cut.point], self._side(cut.sublayer.layer))
         shares: dict[Kind, tuple[Chain, Tensor]] = {}
@@ -458,7 +455,7 @@ class _RuledRun:
         return shares
 
     def _plus(self, read: Chain, offset: Float[Tensor, "batch pos d"], value: Tensor) -> Chain:
-        """A chain of recorded parts that adds something at its end; what is rounding beside its value is nothing."""
+        """Add an offset at the end of a chain, unless it is mere rounding of the value."""
         *before, last = read.stages
         assert isinstance(last, Recorded)
         if float(offset.norm()) <= self.frozen.tolerance / 10 * float(value.detach().norm()):
@@ -467,10 +464,10 @@ class _RuledRun:
 
 
 def _border(number: int) -> str:
-    """What the stream before a step is called, where no hook point has it."""
+    """Return the name under which the stream before a step is noted, where no hook point has it."""
     return f"step {number}"
 
 
 def _is_factor(outer: AffineMap) -> TypeGuard[Diagonal]:
-    """Whether a step only multiplies the stream by a number."""
+    """Whether a step only multiplies the stream by a constant."""
     return isinstance(outer, Diagonal) and outer.bias is ZERO

@@ -1,19 +1,19 @@
-"""Which sources make an attention score, or change it between two runs.
+"""Attribute an attention score, or its change between two runs, to sources.
 
-The score of a head is bilinear in the stream at the query and at the key. That stream is a sum of sources and a bias,
-so the score is a sum over pairs of sources, plus what one side's bias makes with the other side's sources, plus the
-product of the two biases. Sources are the prompt's tokens, each with all it does through the layers before; or the
+A head's score is bilinear in the stream at the query and at the key. That stream is a sum of sources and a bias, so the
+score is a sum over pairs of sources, plus the products of one side's bias with the other side's sources, plus the
+product of the two biases. Sources are the prompt's tokens, each with its effects through the earlier layers; or the
 components that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
 
 Between two runs, the change of a score and that of an entry of the pattern are linear in the difference of the stream
-that the layer reads, once by the query and once by the keys (for an entry of the pattern all keys of its row): what
-heads give whose values are one-hot. That difference is a sum: over components of what each writes, or, through the
-secants of the layers before, over tokens.
+that the layer reads, once through the query and once through the keys (for an entry of the pattern, all keys of its
+row): the output of heads whose values are one-hot. That difference is itself a sum: over components' outputs, or,
+through the secants of the earlier layers, over tokens.
 
-How a layer makes its scores is read from its weights and proved against the pattern that it gave. The known ways are
-candidates (`tensorlens_tl.passes.attention_scores`); a reading is right when the softmax of its scores is the
-pattern of the model itself. What is added to a whole row of scores does not show there; single scores are compared with
-those that the model shows, where it does.
+How a layer computes its scores is read from its weights and verified against its pattern. The known ways are candidates
+(`tensorlens_tl.passes.attention_scores`); a reading is right if the softmax of its scores is the model's own pattern.
+An addition to a whole row of scores does not show there; single scores are compared with the model's own where it
+exposes them.
 
 In cross-attention the query's sources are those of the decoder's stream, the key's those of the encoder's output.
 """
@@ -57,14 +57,14 @@ from tensorlens_tl.results import ScoreAttribution, ScoreChange
 
 @dataclass(frozen=True, eq=False)
 class ScorePlace:
-    """One head, and one query and one key of each prompt.
+    """One head, with one query and one key of each prompt.
 
     Attributes:
         layer, head: which head.
-        cross: whether it is one of cross-attention.
+        cross: whether it belongs to cross-attention.
         query, key: positions, those of a decoder after the encoder's.
-        queries, keys: where the layer has its queries, and its keys: the first position, and the one after the last.
-        occurrences: how often a query and a key that were passed as texts occur in each prompt; 1 of a position.
+        queries, keys: the ranges of the layer's queries and keys: first position, and one past the last.
+        occurrences: how often a query and a key given as text occur in each prompt; 1 for a position.
     """
 
     layer: int
@@ -80,7 +80,7 @@ class ScorePlace:
     def of(
         cls, frozen: PassOrDifference, layer: Whole, head: Whole, query: Query, key: Query, *, cross: bool
     ) -> "ScorePlace":
-        """From the arguments of `qk_attribution`.
+        """Build the place from the arguments of `qk_attribution`.
 
         Raises:
             InvalidInputError: no such layer, head or position, or a key that the query cannot attend to.
@@ -116,19 +116,19 @@ class ScorePlace:
 
     @property
     def inside(self) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:
-        """Query and key as positions of the sides that they are on."""
+        """Query and key as positions within their own sides."""
         return self.query - self.queries[0], self.key - self.keys[0]
 
     def pattern_row(self, frozen: FrozenPass) -> Float[Tensor, "batch key"]:
-        """The probabilities of the query's keys."""
+        """Return the probabilities of the query's keys."""
         pattern = frozen.cross_pattern(self.layer) if self.cross else frozen.pattern(self.layer)
         query, _ = self.inside
         return pattern[torch.arange(len(query), device=query.device), self.head, query]
 
     def words(self, tokens: Sequence[Sequence[str]]) -> list[str]:
-        """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``.
+        """Describe head, query and key of each prompt: ``"L1H0, 5 ' the' → 2 ' value'"``.
 
-        Of a text that occurs several times, it says that the last occurrence is meant.
+        Where a text occurs several times, the description says that the last occurrence is meant.
         """
         head = f"L{self.layer}.cross.H{self.head}" if self.cross else f"L{self.layer}H{self.head}"
         pairs = zip(tokens, self.query.tolist(), self.key.tolist(), strict=True)
@@ -145,12 +145,12 @@ def _of_several(count: int) -> str:
 
 
 def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> ScoreReading:
-    """The reading of one layer's scores that reproduces its pattern; with `cross`, of its cross-attention's.
+    """Return the reading of one layer's scores that reproduces its pattern, or its cross-attention's.
 
-    Of an encoder–decoder its maps are of the positions of one side.
+    In an encoder–decoder its maps cover the positions of one side.
 
     Raises:
-        UnsupportedModelError: no known reading does; says how near the best came.
+        UnsupportedModelError: no known reading does; the error says how near the best came.
     """
     check_pass(frozen)
     if not cross:
@@ -168,14 +168,14 @@ def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> Score
 def stream_to(
     frozen: PassOrDifference, layers: range, *, cross: bool, rule: FrozenRule = "frozen"
 ) -> tuple[Stream, int]:
-    """Some layers as steps, and the number of the step at which the heads of the last of them read the stream."""
+    """Return layers as a stream, and the step at which the heads of the last layer read it."""
     stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)
     number, _ = stream.at(layers[-1], cross=cross)
     return stream, number
 
 
 def read_stream(frozen: FrozenPass, layer: int, *, cross: bool) -> Float[Tensor, "batch pos d_model"]:
-    """The stream that the heads of a layer read, with `cross` those of cross-attention."""
+    """Return the stream that a layer's heads read, with `cross` those of cross-attention."""
     if not cross:
         return frozen.capture.resid_read(layer)
     stream, number = stream_to(frozen, range(layer, layer + 1), cross=True)
@@ -187,10 +187,10 @@ class HeadRead:
     """How one head reads its query, or its key, at one position of each prompt.
 
     Attributes:
-        map: from the stream to the queries, or keys, of all heads side by side, at all positions.
-        number, heads: which of so many heads.
+        map: the map from the stream to all heads' queries, or keys, side by side, at all positions.
+        number, heads: the head, and the number of heads.
         at: the positions.
-        rotation: of each of them; the identity without rotary positions.
+        rotation: the rotation at each of them; the identity without rotary positions.
     """
 
     map: AffineMap
@@ -201,16 +201,16 @@ class HeadRead:
 
     @property
     def channels(self) -> slice:
-        """Those of the head."""
+        """The head's channels."""
         d_head = self.rotation.shape[-1]
         return slice(self.number * d_head, (self.number + 1) * d_head)
 
     def push(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
-        """What parts of the stream give the rotated vector."""
+        """Return what parts of the stream contribute to the rotated vector."""
         return self._rotated(self.map.at(RowPositions(self.at[None])).push, x)
 
     def __call__(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
-        """The rotated vector, biases included."""
+        """Return the rotated vector, with biases."""
         return self._rotated(self.map.at(RowPositions(self.at[None])), x)
 
     def _rotated(self, read: Callable[[Tensor], Tensor], x: Tensor) -> Float[Tensor, "source batch d_head"]:
@@ -224,7 +224,7 @@ class HeadScore:
 
     Attributes:
         frozen: the pass.
-        place: of which head, query and key.
+        place: its head, query and key.
         reading: how the layer makes its scores.
     """
 
@@ -234,7 +234,7 @@ class HeadScore:
 
     @classmethod
     def of(cls, frozen: FrozenPass, place: ScorePlace) -> "HeadScore":
-        """With the reading that reproduces the layer's pattern; see `score_reading`."""
+        """Build it with the reading that reproduces the layer's pattern; see `score_reading`."""
         return cls(frozen, place, score_reading(frozen, place.layer, cross=place.cross))
 
     @property
@@ -245,7 +245,7 @@ class HeadScore:
         return self._read(0, place.head, place.query, place.queries), self._read(1, kv_head, place.key, place.keys)
 
     def _read(self, number: int, head: int, at: Int[Tensor, "batch"], side: tuple[int, int]) -> HeadRead:
-        """How it reads the query (0) or the key (1), which of an encoder–decoder is on one side."""
+        """Return how it reads the query (0) or the key (1), which in an encoder–decoder is on one side."""
         projection = self.reading.projections[number]
         read: AffineMap = (self.reading.query, self.reading.key)[number]
         length = self.frozen.mask.shape[1]
@@ -259,19 +259,19 @@ class HeadScore:
 
     @property
     def relative(self) -> Float[Tensor, "batch"] | None:
-        """What T5's relative positions add to the score; None of any other model."""
+        """What T5's relative positions add to the score; None for any other model."""
         if self.reading.relative is None:
             return None
         return self.reading.relative[self.place.head][self.place.inside]
 
     def value(self) -> Float[Tensor, "batch"]:
-        """The score before a soft cap and ALiBi, from the captured stream, compared with the model's own.
+        """Compute the score before a soft cap and ALiBi from the captured stream, and check it against the model's.
 
         T5's relative positions are part of it.
 
         Raises:
-            InvalidInputError: the model shows that a mask closes the key to the query.
-            UnsupportedModelError: the model shows another score.
+            InvalidInputError: a mask hides the key from the query.
+            UnsupportedModelError: the model's own score is different.
         """
         x = read_stream(self.frozen, self.place.layer, cross=self.place.cross)[None]
         query, key = (read(x)[0] for read in self.reads)
@@ -280,9 +280,9 @@ class HeadScore:
         return score if self.relative is None else score + self.relative.to(score)
 
     def _compare(self, score: Float[Tensor, "batch"]) -> None:
-        """Compare scores, before what is added for positions, with the model's own, where TransformerLens shows them.
+        """Compare scores, before position terms, with the model's own, where TransformerLens exposes them.
 
-        A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
+        A pattern verifies a reading only up to additions to a whole row of scores, which cancel in the softmax.
         """
         frozen, place = self.frozen, self.place
         points = frozen.points.blocks[place.layer]
@@ -299,8 +299,8 @@ class HeadScore:
         if self.reading.soft_cap is not None:
             score = self.reading.soft_cap * torch.tanh(score / self.reading.soft_cap)
         if self.reading.alibi is not None:
-            # a run takes the last rows of the table of its longest prompt; a row of a later query adds the same to each
-            # of its keys besides, which softmax does not see
+            # a run takes the last rows of the table of its longest prompt; a row of a later query adds a constant to
+            # all of its keys, which cancels in the softmax
             table: Tensor = frozen.view.blocks[place.layer].module.attn.alibi
             length = frozen.tokens.shape[1]
             score = score + table[place.head, -length:, :length][place.query, place.key].to(score)
@@ -312,7 +312,7 @@ class HeadScore:
         probabilities = upcast(place.pattern_row(frozen)).to(row)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
         if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
-            return  # some Bridges show other numbers there than those they attend by
+            return  # some Bridges expose other numbers there than those they attend by
         allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
         size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
         errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
@@ -323,8 +323,8 @@ class HeadScore:
             raise InvalidInputError(
                 f"{place.words(frozen.str_tokens)[number]}, ",
                 PromptNumber(number),
-                f": a mask of this {frozen.view.description} closes the key to the query, such as that of a local "
-                "window, so that it has no score. Pass a key that this layer attends to.",
+                f": a mask of this {frozen.view.description}, such as that of a local window, hides the key from the "
+                "query, so it has no score. Pass a key that this layer attends to.",
             )
         error = float(errors.gather(1, key).max())
         if not error <= frozen.tolerance:
@@ -339,7 +339,7 @@ class HeadScore:
 
 
 def maps_before(frozen: PassOrDifference, place: ScorePlace, rule: FrozenRule = "frozen") -> Chain:
-    """All that comes before the heads of a layer read the stream, as a map of what enters the first block."""
+    """Map the first block's input to the stream that a layer's heads read."""
     earlier = [frozen.maps.block_map(number, rule=rule) for number in range(place.layer)]
     stream, until = stream_to(frozen, range(place.layer, place.layer + 1), cross=place.cross, rule=rule)
     return Chain((*earlier, *(step.map for step in stream.steps[:until])))
@@ -348,9 +348,9 @@ def maps_before(frozen: PassOrDifference, place: ScorePlace, rule: FrozenRule = 
 def components_before(
     frozen: PassOrDifference, place: ScorePlace, by: str, rule: FrozenRule = "frozen"
 ) -> dict[str, Tensor]:
-    """What each component put into the stream that the heads of a layer read, `[batch, pos, d_model]`.
+    """Return each component's part of the stream that a layer's heads read, `[batch, pos, d_model]`.
 
-    Of a difference, what each component's part changes by. By ``"head"``, or attention layers whole.
+    In a difference, the change of that part. By ``"head"``, otherwise with attention layers whole.
     """
     stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, rule=rule)
     parts = stream.sources()
@@ -369,7 +369,7 @@ def components_before(
 
 
 def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
-    """Sum by name: a head of a difference writes by its values, its queries and its keys."""
+    """Sum by name: in a difference, a head writes by its values, its queries and its keys."""
     for name, part in more:
         parts[name] = parts[name] + part if name in parts else part
 
@@ -378,7 +378,7 @@ def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
 
 
 def score_change(difference: Difference, place: ScorePlace, by: str, of: str) -> ScoreChange:
-    """The change of one score or one entry of the pattern in each prompt; see `qk_attribution`, which checks."""
+    """Explain the change of one score or one entry of the pattern in each prompt; `qk_attribution` checks arguments."""
     batch, pos = difference.mask.shape
     start, stop = place.keys
     seed = difference.output.new_zeros(batch, pos, stop - start)
@@ -421,14 +421,14 @@ def score_change(difference: Difference, place: ScorePlace, by: str, of: str) ->
 
 
 def _numbers(difference: Difference, place: ScorePlace, of: str) -> list[Float[Tensor, "batch"]]:
-    """What changes, in either run: the model's own."""
+    """Return the score, or entry of the pattern, in either run, as the model computes it."""
     if of == "pattern":
         _, key = place.inside
         return [upcast(place.pattern_row(run)).gather(1, key[:, None])[:, 0] for run in difference.runs]
     return [upcast(score.value()) for score in [HeadScore.of(run, place) for run in difference.runs]]
 
 
-# ------------------------------------------------------------------ the question
+# ------------------------------------------------------------------ the public function
 
 if TYPE_CHECKING:
     Senders = Literal["token", "component", "head"]
@@ -469,37 +469,37 @@ def qk_attribution(
     rule: FrozenRule = "frozen",
     cross: bool = False,
 ) -> ScoreAttribution | ScoreChange:
-    """Which sources make one attention score, or its change between two runs, everything before the layer included.
+    """Attribute one attention score, or its change between two runs, to sources through all earlier layers.
 
-    Of a pass, pairs of sources: patterns, activation ratios and norm scales before the layer are frozen, and so are the
-    scales of the layer's norms, of queries and keys too.
+    For a pass, the terms are pairs of sources: patterns, activation ratios and norm scales of earlier layers are
+    frozen, and so are the scales of the layer's own norms, including those of queries and keys.
 
-    Of a difference, single sources, by the query and by keys, and nothing is held: scores change by
-    ``Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)`` and an entry of the pattern by ``ΔP_ik = L_k·(Δs_k − Σ_j w_j·Δs_j)``, to
-    which all keys of the row give something (`tensorlens_tl.algebra.secants`).
+    For a difference, the terms are single sources, through the query and through the keys, and nothing is frozen:
+    scores change by ``Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)`` and an entry of the pattern by
+    ``ΔP_ik = L_k·(Δs_k − Σ_j w_j·Δs_j)``, to which all keys of the row contribute (`tensorlens_tl.algebra.secants`).
 
     Args:
         frozen: the pass, or the difference of two.
         layer, head: which head (with grouped-query attention a query head).
         query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`. A text stands for its last
-            occurrence, which the title of the result says where there are several. Positions of a decoder follow those
-            of the encoder.
+            occurrence; the title of the result notes if there are several. Positions of a decoder follow those of the
+            encoder.
         by: ``"token"`` (source tokens, through everything before), ``"component"`` (embeddings, each earlier layer's
             attention and MLP, and their biases) or ``"head"`` (attention by head).
-        of: of a difference what changes: ``"score"``, before a soft cap and ALiBi, or ``"pattern"``, the share of
+        of: for a difference, what changes: ``"score"``, before a soft cap and ALiBi, or ``"pattern"``, the share of
             attention that the key gets.
-        rule: the rule for the MLPs before, of a pass.
-        cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention: the query's
-            sources are those of the decoder's stream, the key's those of the encoder's output, after the encoder's last
-            norm where there is one.
+        rule: for a pass, the rule for the earlier MLPs.
+        cross: use a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention: the
+            query's sources are those of the decoder's stream, the key's those of the encoder's output, after the
+            encoder's final norm if there is one.
 
     Returns:
-        A `ScoreAttribution`; of a difference a `ScoreChange`, whose parts sum to the change of the models' own number.
+        A `ScoreAttribution`; for a difference a `ScoreChange`, whose parts sum to the change of the models' own value.
 
     Raises:
-        InvalidInputError: no such layer, head, position, `by` or `of`; a key that comes after the query, or, where the
-            model shows its scores, one that a mask closes to it, such as a local window's; of an encoder–decoder, a
-            position on the other side.
+        InvalidInputError: no such layer, head, position, `by` or `of`; a key after the query; in an encoder–decoder, a
+            position on the other side; or, where the model exposes its scores, a key that a mask (such as a local
+            window's) hides from the query.
         UnsupportedModelError: the layer's scores cannot be read.
 
     Source: ours; of a pass, the bilinear form of Elhage et al. (2021).
@@ -524,8 +524,8 @@ def qk_attribution(
     frozen.view.require_single_streams("attention scores")
     if of != "score":
         raise InvalidInputError(
-            f"of={of!r}: a softmax of one run is no sum of its sources. Ask for of='score', or pass the difference of "
-            "two runs, tlens.difference(a, b)."
+            f"of={of!r}: the softmax of a single run is not a sum over its sources. Use of='score', or pass the "
+            "difference of two runs, tlens.difference(a, b)."
         )
     with one_check(frozen.view.model):
         frozen.check_fresh()
@@ -533,7 +533,7 @@ def qk_attribution(
 
 
 def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, rule: FrozenRule) -> ScoreAttribution:
-    """Pairs of sources of one pass."""
+    """Attribute a score of one pass to pairs of sources."""
     score = HeadScore.of(frozen, place)
     reading = score.reading
     if by == "token":
@@ -572,14 +572,14 @@ def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, rule: FrozenRule) -> 
 def _by_token(
     frozen: FrozenPass, before: Chain, read: HeadRead
 ) -> tuple[Float[Tensor, "channel batch source"], Float[Tensor, "channel batch"]]:
-    """A head's query, or key, by channel: what each token gives of it through everything before, and what none does."""
+    """Return a head's query, or key, by channel: each token's contribution through everything before, and the bias."""
     x0 = frozen.resid_pre(0)
     whole = Chain((*before.stages, *stages_of(read.map)))
     shares: list[Tensor] = []
     constants: list[Tensor] = []
     for rows in chunks(read.rotation.shape[-1], frozen.row_bytes, None, "score"):
         basis = x0.new_zeros(len(rows), len(read.at), read.heads * read.rotation.shape[-1])
-        # row c, pulled back, gives channel c of the rotated vector
+        # row c, pulled back, yields channel c of the rotated vector
         basis[:, :, read.channels] = read.rotation[..., rows.start : rows.stop].permute(2, 0, 1)
         biases = BiasTerms()
         where = RowPositions(read.at[None])

@@ -1,14 +1,14 @@
-"""How large the frozen operator is, and how far it is from the live model at another input.
+"""Norms of the frozen operator, and bounds on its distance from the live model at another input.
 
-`spectral_norm` and `singular_directions` measure it. `norm_bound` (ours) reads a bound off the algebra:
+`spectral_norm` and `singular_directions` measure the operator. `norm_bound` (ours) derives a bound from the algebra:
 ‖a·b‖ ≤ ‖a‖‖b‖, ‖a + b‖ ≤ ‖a‖ + ‖b‖, a norm contributes max abs(gain) / min σ, a frozen activation its largest ratio,
-attention the spectral norm of its patterns. `spectral_norm_bound` is that of the paper (TensorLens, Eqs. 31 to 35),
-which knows √L for a pattern, and sums heads.
+attention the spectral norm of its patterns. `spectral_norm_bound` is the paper's (TensorLens, Eqs. 31 to 35), which
+bounds a pattern by √L and sums over heads.
 
-`frozen_error_bound` is TensorLens' bound of the error (Proposition 1, Eq. 25), from ‖T‖₂ and what the live model does.
+`frozen_error_bound` is TensorLens' bound of the error (Proposition 1, Eq. 25), from ‖T‖₂ and the live model's change.
 `error_bound` (ours) goes layer by layer: with x_l the live stream at block l and A_l the frozen block, live and frozen
 model differ by exactly Σ_l T_{L…l+1}(x_{l+1} − A_l(x_l)), so by no more than Σ_l (Π_{m>l} ‖A_m‖) ‖x_{l+1} − A_l(x_l)‖.
-Which of the two is closer depends on the input: far from the pass's input, Proposition 1 often is.
+Which of the two is tighter depends on the input: far from the pass's input, it is often Proposition 1.
 """
 
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @checked_names
 def as_scipy(op: OperatorLike) -> "LinearOperator":
-    """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
+    """Return the operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers.
 
-    Needs scipy (extra ``spectral``).
+    Any matrix-free method can use it. Needs scipy (extra ``spectral``).
 
     Raises:
         InvalidInputError: the pass has several prompts.
@@ -58,7 +58,7 @@ def as_scipy(op: OperatorLike) -> "LinearOperator":
     def through(move: Any) -> Any:
         def columns(x: Any) -> Any:
             rows = torch.as_tensor(x.reshape(size, -1).T.copy()).to(op.x).reshape(-1, 1, *shape)
-            moved = upcast(move(rows * real) * real)  # padding neither gives nor receives
+            moved = upcast(move(rows * real) * real)  # padding neither contributes nor receives
             return moved.reshape(len(rows), size).T.cpu().numpy().reshape(x.shape)
 
         return columns
@@ -66,21 +66,20 @@ def as_scipy(op: OperatorLike) -> "LinearOperator":
     push = through(op.push)
     pull = through(op.pull)
     dtype = upcast(op.x[:0]).cpu().numpy().dtype
-    # each is written for one vector and for a matrix of columns alike, which scipy names apart
+    # one function serves a vector and a matrix of columns alike, for which scipy has separate names
     return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
 
 
 @checked_names
 def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: int = 0) -> float:
-    """‖T‖₂, the largest singular value, by Lanczos on push and pull.
+    """Compute ‖T‖₂, the largest singular value, by Lanczos iteration on push and pull.
 
-    What Lanczos returns is attained by a vector, so it is a lower estimate, from which `tol` tells how far it moves.
-    Needs scipy.
+    The result is attained by a vector, so it is a lower estimate, whose convergence `tol` controls. Needs scipy.
 
     Args:
         op: the operator of one prompt.
         tol: the relative accuracy at which the Lanczos iteration stops.
-        seed: of its starting vector.
+        seed: the seed of its starting vector.
 
     Raises:
         InvalidInputError: several prompts, or a tolerance that is not positive.
@@ -95,7 +94,7 @@ def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: int = 0) -> flo
 
     matrix = as_scipy(op)
     start = np.random.default_rng(seed).standard_normal(matrix.shape[0]).astype(matrix.dtype)
-    svds: Any = linalg.svds  # its stubs do not know a start
+    svds: Any = linalg.svds  # its type stubs lack the starting vector
     _, values, _ = svds(matrix, k=1, tol=tol, v0=start)
     return float(values[0])
 
@@ -117,12 +116,12 @@ class Directions:
 
 @checked_names
 def singular_directions(op: OperatorLike, query: Query = -1, key: Query = 0, *, k: Whole = 5) -> Directions:
-    """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
+    """Find the directions of one token on which another token's output depends most, exactly, with `d_model` pulls.
 
     Args:
         op: the operator of one prompt.
         query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`.
-        k: how many directions; d_model at most.
+        k: the number of directions; d_model at most.
 
     Raises:
         InvalidInputError: several prompts, a position out of range, or k outside 1 … d_model.
@@ -139,7 +138,7 @@ def singular_directions(op: OperatorLike, query: Query = -1, key: Query = 0, *, 
 
 
 def one_prompt(op: Any) -> None:
-    """Raise `InvalidInputError` for what is no operator, or one of several prompts."""
+    """Raise `InvalidInputError` unless the argument is an operator of one prompt."""
     if not isinstance(op, FrozenOperator):
         raise InvalidInputError(f"an operator is needed, got {type(op).__name__}: pass frozen.operator().")
     if len(op.x) != 1:
@@ -151,10 +150,10 @@ def one_prompt(op: Any) -> None:
 
 @checked_names
 def norm_bound(m: MapLike) -> float:
-    """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
+    """Return an upper bound of ‖linear part‖₂ of a map or an operator, from the bounds of its parts.
 
     Raises:
-        InvalidInputError: no map and no operator.
+        InvalidInputError: neither a map nor an operator.
 
     >>> op = frozen.operator()
     >>> tlens.circuits.spectral_norm(op) <= tlens.circuits.norm_bound(op)
@@ -163,19 +162,19 @@ def norm_bound(m: MapLike) -> float:
     if isinstance(m, FrozenOperator):
         m = m.map
     if not isinstance(m, AffineMap):
-        raise InvalidInputError(f"norm_bound: {type(m).__name__} is no map or operator.")
+        raise InvalidInputError(f"norm_bound: {type(m).__name__} is neither a map nor an operator.")
     return m.norm_bound()
 
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """How far the frozen model is from the live one at another input, and how far it can be.
+    """The frozen model's distance from the live one at another input, and a bound of it.
 
     Attributes:
         error: ‖live output − frozen output‖, measured.
-        bound: Σ amplification · local, never below it.
+        bound: Σ amplification · local, never below the error.
         local: the error that each stage adds on the live stream, ‖x_{l+1} − A_l(x_l)‖: the blocks, and the final norm.
-        amplification: what the later stages can make of it at most.
+        amplification: the most by which the later stages can amplify each of these.
     """
 
     error: float
@@ -187,7 +186,7 @@ class ErrorBound:
 @formerly(ONCE_ACTIVATION)
 @checked_names
 def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, rule: FrozenRule = "frozen") -> ErrorBound:
-    """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
+    """Measure and bound the distance between the frozen operator and the live model at `x`, layer by layer.
 
     Args:
         frozen: a pass of one prompt.
@@ -219,7 +218,7 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, rule
     for bound in reversed(bounds[1:]):
         amplification.append(amplification[-1] * bound)
     amplification.reverse()
-    # an error of exactly zero stays zero, however much what follows could make of one
+    # an error of exactly zero stays zero, whatever the amplification
     total = sum((factor * error for factor, error in zip(amplification, local, strict=True) if error), start=0.0)
     return ErrorBound(float(upcast((live[-1] - op(x)) * real).norm()), total, local, amplification)
 
@@ -230,7 +229,7 @@ class FrozenErrorBound:
 
     Attributes:
         error: ‖T_X(X + ε) − F(X + ε)‖, measured.
-        bound: ``norm · step + change``, never below it.
+        bound: ``norm · step + change``, never below the error.
         norm: ‖T_X‖₂, or a bound of it.
         step: ‖ε‖.
         change: ‖F(X + ε) − F(X)‖ of the live model.
@@ -247,7 +246,7 @@ class FrozenErrorBound:
 def frozen_error_bound(
     frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Number | None = None, rule: FrozenRule = "frozen"
 ) -> FrozenErrorBound:
-    """How far the frozen operator is from the live model at the input `x`, bounded as in TensorLens (Eq. 25).
+    """Measure the distance between the frozen operator and the live model at `x`, bounded as in TensorLens (Eq. 25).
 
     Args:
         frozen: a pass of one prompt.
@@ -280,17 +279,17 @@ def frozen_error_bound(
 
 @checked_names
 def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
-    """A bound of ‖T_X‖₂ from the weights' norms and the smallest scales (TensorLens Eqs. 31 to 35).
+    """Bound ‖T_X‖₂ by the weights' norms and the smallest scales (TensorLens Eqs. 31 to 35).
 
-    Each attention sublayer counts √L Σ_h ‖W_V^h W_O^h‖₂, each MLP ‖W_in‖₂‖W_out‖₂ times its largest abs(φ(z)/z), each
-    norm max abs(γ) / min σ, composed as the block is laid out (the paper writes the post-LN one) and followed by the
+    Each attention sublayer contributes √L Σ_h ‖W_V^h W_O^h‖₂, each MLP ‖W_in‖₂‖W_out‖₂ times its largest abs(φ(z)/z),
+    each norm max abs(γ) / min σ, composed by the block's layout (the paper writes the post-LN one) and followed by the
     final norm.
 
     Args:
         frozen: a pass of one prompt.
-        as_printed: take the constants as the paper prints them: 1/Var where the denominator is σ (Eq. 33), and 1
-            for a frozen activation. That is no bound where a variance is above one, or an MLP is gated (where
-            abs(φ(g)) counts).
+        as_printed: use the constants as printed in the paper: 1/Var where the denominator is σ (Eq. 33), and 1 for a
+            frozen activation. This is not a bound where a variance is above one or an MLP is gated (where abs(φ(g))
+            counts).
 
     Raises:
         InvalidInputError: several prompts.
@@ -362,7 +361,7 @@ def _of_norm(norm: Norm, mask: Tensor, as_printed: bool) -> float:
 
 
 def _other_input(frozen: Any, x: Any, rule: FrozenRule) -> tuple[FrozenOperator, Tensor]:
-    """The operator of one prompt, and another input of it, checked."""
+    """Return the operator of one prompt, and another input of it, checked."""
     check_pass(frozen)
     frozen.view.require_chain("bounds")
     op = frozen.operator(rule=rule)
@@ -374,6 +373,6 @@ def _other_input(frozen: Any, x: Any, rule: FrozenRule) -> tuple[FrozenOperator,
 
 
 def _live(frozen: FrozenPass, x: Tensor, names: list[str]) -> dict[str, Tensor]:
-    """Activations of the live model with another input of ``blocks.0``."""
+    """Run the live model on another input of ``blocks.0``, and return activations."""
     frozen.live("bounds").check_hooks()
     return capture(frozen.model, frozen.inputs, names, hooks=[replace(frozen.points.blocks[0].resid_pre, x)])[0]

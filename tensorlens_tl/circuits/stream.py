@@ -1,22 +1,22 @@
 """The frozen model as steps of its residual stream: what reads from it, and what writes to it.
 
-It starts from token and position embeddings, where they can be told apart. Which hook points hold these differs by
-class, and which of them are added differs by family (a shortformer's positions never enter the stream). The known ways
-are data; the one whose sum is nearest to the stream is taken.
+It starts from token and position embeddings, where they can be separated. The hook points of these differ by class, and
+which of them are added differs by family (a shortformer's positions never enter the stream). The known combinations
+are data; the one whose sum is nearest to the stream is used.
 
-The residual stream goes through *steps*. At each step *sublayers* (attention, the MLP) read the stream and write back
-to it, and then the whole stream goes through the step's *outer* map, if it has one (a post-LN norm; at the end the
+The residual stream passes through *steps*. At each step *sublayers* (attention, the MLP) read the stream and write back
+to it, and then the whole stream passes through the step's *outer* map, if it has one (a post-LN norm; at the end the
 final norm or a prediction head):
 
     x[s+1] = outer( x[s] + Σ_sublayers write(read(x[s])) )
 
 A sequential block is two steps, a parallel block one with two sublayers; whitening before a block is one more step,
-without sublayers, whose outer map mixes positions. What is left without the sublayers is how a
-vector written to the stream reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
+without sublayers, whose outer map mixes positions. Without the sublayers, what remains is how a vector in the stream
+reaches the end *directly*: the identity in a pre-LN model, the norms in a post-LN model.
 
 A sublayer's hidden vector, read(x), is a row of groups: one per head, or one for the whole MLP. A group is a *node*:
-what it writes is linear in its part of the hidden vector, so its share of anything is an inner product with the
-part of the pulled-back vector. What `write` and `outer` add besides are *biases*, which are sources too.
+its output is linear in its part of the hidden vector, so its share of anything is an inner product with the same part
+of the pulled-back vector. What `write` and `outer` add beyond that are *biases*, which are sources too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,9 +63,9 @@ from tensorlens_tl.passes.inputs import one_query, query_positions
 from tensorlens_tl.passes.target import chosen_layers, end_of, resolve_target, through_final_norm
 
 Kind = Literal["head", "query", "key", "gate", "mixer", "mlp", "per_layer"]
-"""What a sublayer's nodes are: heads by what they mix, and in a difference of two runs by where their queries and keys
-make them attend and by a gate of what they give; a mixer in place of attention; an MLP or experts; an input of each
-token at its layer."""
+"""The kinds of a sublayer's nodes: heads by their values, and in a difference of two runs by the effect of their
+queries and keys on where they attend, and by a gate of their output; a mixer in place of attention; an MLP or experts;
+a layer's own input for each token."""
 
 LETTERS: dict[Kind, str] = {"head": "v", "query": "q", "key": "k", "gate": "g"}
 """What heads read by: values, queries, keys, or a gate."""
@@ -73,17 +73,17 @@ LETTERS: dict[Kind, str] = {"head": "v", "query": "q", "key": "k", "gate": "g"}
 
 @dataclass(frozen=True, eq=False)
 class Sublayer:
-    """What reads the stream and writes to it.
+    """A part of a layer that reads the stream and writes to it.
 
     Attributes:
         layer: its block.
         read: stream -> hidden: heads side by side (mixed over positions), or the MLP's neurons after the activation.
-        write: hidden -> stream; its bias is `bias_name`'s, not the nodes'.
-        nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or of a mixture of experts ``"L0E2"`` for each expert
+        write: hidden -> stream; its bias is named `bias_name` and belongs to none of the nodes.
+        nodes: the names of its nodes, ``"L0H3"``, ``"MLP0"``, or in a mixture of experts ``"L0E2"`` for each expert
             that is chosen and ``"L0.shared"``. In a difference of two runs a head has several sublayers.
         kind: what its nodes are.
-        in_parts: whether the heads have other sublayers beside it, by queries, keys, values and gates.
-        is_cross: whether its heads are those of cross-attention, ``"L2.cross.H0"``.
+        in_parts: whether its heads are split over several sublayers, by queries, keys, values and gates.
+        is_cross: whether its heads belong to cross-attention, ``"L2.cross.H0"``.
         point: the hook point of the hidden vector, in a run under a rule.
     """
 
@@ -99,7 +99,7 @@ class Sublayer:
 
     @property
     def name(self) -> str:
-        """All nodes together: ``"L0.attn"``, ``"L2.cross"``, ``"MLP0"``, or ``"L0.mixer"``."""
+        """The name of all nodes together: ``"L0.attn"``, ``"L2.cross"``, ``"MLP0"``, or ``"L0.mixer"``."""
         if self.is_cross:
             return f"L{self.layer}.cross"
         if self.letter:
@@ -110,19 +110,19 @@ class Sublayer:
 
     @property
     def letter(self) -> str:
-        """What heads read by, ``"v"``, ``"q"``, ``"k"`` or ``"g"``; an empty text of anything else."""
+        """What heads read by, ``"v"``, ``"q"``, ``"k"`` or ``"g"``; an empty text for anything else."""
         return LETTERS.get(self.kind, "")
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of its nodes, apart from those of the same heads in other sublayers: ``"L0H3.k"``."""
+        """The names of its nodes, distinct from those of the same heads in other sublayers: ``"L0H3.k"``."""
         if not self.in_parts:
             return self.nodes
         return tuple(f"{node}.{self.letter}" for node in self.nodes)
 
     @property
     def node_kind(self) -> str:
-        """What its nodes are called where kinds are listed: a head, a mixer or an MLP."""
+        """The kind that listings show for its nodes: a head, a mixer or an MLP."""
         return {"query": "head", "key": "head", "gate": "head", "per_layer": "mlp"}.get(self.kind, self.kind)
 
     @property
@@ -132,51 +132,51 @@ class Sublayer:
 
     @property
     def has_pattern(self) -> bool:
-        """Whether its nodes are heads whose pattern is held."""
+        """Whether its nodes are heads with a frozen pattern."""
         return self.is_attention and isinstance(self.read.stages[-1], AnyAttention)
 
     @property
     def is_mlp(self) -> bool:
-        """Whether it is an MLP, or the experts in its place."""
+        """Whether it is an MLP, or experts in its place."""
         return self.kind == "mlp"
 
     @property
     def has_neurons(self) -> bool:
-        """Whether its hidden vector is one of neurons: of an MLP or experts, or of an input of each token."""
+        """Whether its hidden vector consists of neurons: of an MLP, experts, or a layer's own input of each token."""
         return self.kind in ("mlp", "per_layer")
 
     @property
     def heads(self) -> int:
-        """How many attention heads it has."""
+        """The number of attention heads."""
         return len(self.nodes) if self.is_attention else 0
 
     @property
     def mixing(self) -> AnyAttention:
-        """What moves values between positions, of heads."""
+        """For heads, the map that moves values between positions."""
         mixing = self.read.stages[-1]
         assert isinstance(mixing, AnyAttention)
         return mixing
 
     def values(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head pos d_head"]:
-        """The values of every head; those of grouped-query attention are repeated."""
+        """Return the values of every head, repeated in grouped-query attention."""
         mixing = self.mixing
         values = rearrange(Chain(self.read.stages[:-1])(x), "b k (kv d) -> b kv k d", kv=mixing.kv_heads)
         return values.repeat_interleave(len(self.nodes) // mixing.kv_heads, dim=1)
 
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
-        """A hidden vector by node."""
+        """Split a hidden vector by node."""
         return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
 
     def shares(
         self, cotangent: Float[Tensor, "*rows batch pos width"], hidden: Float[Tensor, "batch pos width"]
     ) -> Float[Tensor, "*rows batch node"]:
-        """Each node's part of ⟨cotangent, hidden⟩, over all positions."""
+        """Return each node's part of ⟨cotangent, hidden⟩, over all positions."""
         return self.split(upcast(cotangent) * hidden).sum((-3, -1))
 
     def terms(
         self, products: Float[Tensor, "*rows batch pos width"], by: str
     ) -> tuple[list[str], Float[Tensor, "*rows batch term pos"]]:
-        """Names, and what each gives at every position, of products with a hidden vector.
+        """Sum products with a hidden vector into named terms at every position.
 
         By ``"component"`` for all nodes together, by ``"neuron"`` for each channel of an MLP, otherwise for each node.
         """
@@ -187,13 +187,13 @@ class Sublayer:
         return list(self.nodes), self.split(products).sum(-1).mT
 
     def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
-        """What each node writes by itself, biases apart."""
+        """Return each node's output, without biases."""
         if len(self.nodes) == 1:
             return self.write.push(hidden[None])
         return self.write.push_groups(hidden, len(self.nodes))
 
     def read_of(self, node: int) -> Chain:
-        """What one node reads, as a separate map: for a head, its values and its pattern only."""
+        """Return one node's read as a separate map: for a head, its values and its pattern only."""
         if len(self.nodes) == 1:
             return self.read
         if self.kind == "gate" or isinstance(self.read.stages[-1], Recorded | Paired):
@@ -203,7 +203,7 @@ class Sublayer:
     def pull_each(
         self, cotangents: Float[Tensor, "*rows batch pos node channel"], nodes: Sequence[int] | None = None
     ) -> Float[Tensor, "some *rows batch pos d_model"]:
-        """A vector at each node's part of the hidden vector, pulled back through that node alone; of some nodes."""
+        """Pull vectors at nodes' parts of the hidden vector back through each (chosen) node alone."""
         *before, last = self.read.stages
         chosen = range(len(self.nodes)) if nodes is None else nodes
         if isinstance(last, Recorded | Paired):
@@ -211,20 +211,20 @@ class Sublayer:
         return torch.stack([self.read_of(node).pull(cotangents[..., node, :]) for node in chosen])
 
     def among(self, within: Within) -> "Sublayer":
-        """The same among all positions of an encoder–decoder, zero at those of the other side."""
+        """Return the sublayer on all positions of an encoder–decoder, zero at those of the other side."""
         return replace(self, read=among_all(self.read, within), write=among_all(self.write, within))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Sublayers of one layer that read the same stream, and what the stream goes through after them.
+    """Sublayers of one layer that read the same stream, and the map that the stream passes after them.
 
     Attributes:
         layer: its block; -1 after the last.
-        sublayers: what reads the stream and writes to it.
-        outer: what the stream goes through then.
+        sublayers: the sublayers.
+        outer: the map that the whole stream passes afterwards.
         outer_name: the name of the bias of `outer`.
-        side: the positions that it changes, from the first to the one after the last; None for all.
+        side: the positions that it changes, from the first to one past the last; None for all.
     """
 
     layer: int
@@ -240,7 +240,7 @@ class Step:
 
     @cached_property
     def part_names(self) -> tuple[str, ...]:
-        """The nodes of each sublayer, those of the same heads in several apart."""
+        """The nodes of each sublayer, with the parts of a head distinct."""
         return tuple(name for sublayer in self.sublayers for name in sublayer.part_names)
 
     @property
@@ -250,7 +250,7 @@ class Step:
         return Chain((inside, self.outer))
 
     def directly(self, x: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """What the stream carries past the sublayers, the biases of the step included."""
+        """Carry the stream past the sublayers, adding the biases of the step."""
         for sublayer in self.sublayers:
             if sublayer.write.bias is not ZERO:
                 x = x + sublayer.write.bias
@@ -258,13 +258,13 @@ class Step:
 
     @property
     def biases(self) -> list[tuple[str, Tensor, bool]]:
-        """What the step adds by itself: name, bias, and whether it still goes through `outer`."""
+        """The step's constants: name, bias, and whether it still passes `outer`."""
         terms = [(sublayer.bias_name, sublayer.write.bias, True) for sublayer in self.sublayers]
         terms.append((self.outer_name, self.outer.bias, False))
         return [term for term in terms if term[1] is not ZERO]
 
     def among(self, within: Within | None) -> "Step":
-        """The same among all positions, of a block of an encoder–decoder; without sides, as it is."""
+        """Return an encoder–decoder's step on all positions; without sides, the step itself."""
         if within is None:
             return self
         sublayers = tuple(sublayer.among(within) for sublayer in self.sublayers)
@@ -272,11 +272,11 @@ class Step:
 
 
 def among_all(m: Chain, within: Within) -> Chain:
-    """A chain of one side's positions as one of all positions, zero at the others after every stage."""
+    """Extend a chain from one side's positions to all, with zeros at the others after every stage."""
     sides = (within.start, within.stop)
     stages: list[AffineMap] = []
     for stage in m.stages:
-        if isinstance(stage, Attention):  # remains one, so that its pattern can be read
+        if isinstance(stage, Attention):  # stays an attention, so that its pattern can be read
             stages.append(CrossAttention(stage.pattern, stage.kv_heads, sides, sides, within.length).square)
         else:
             stages.append(within(stage, only=True))
@@ -284,7 +284,7 @@ def among_all(m: Chain, within: Within) -> Chain:
 
 
 WHOLE = {"embed": "hook_embed"}
-"""The sum of all parts on a BERT Bridge, norm and all."""
+"""The sum of all parts on a BERT Bridge, including the norm."""
 
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),
@@ -307,16 +307,16 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "embed.hook_out"}, f"blocks.0.{ENTRY_NORM}"),
     (WHOLE, None),
 )
-"""Hook points that add up to the first block's input, and the norm that they go through where there is one."""
+"""Hook points that add up to the first block's input, and the norm that they pass, if any."""
 
 
 def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch pos d_model"]]:
-    """The summands of ``blocks.0`` input by name; one entry ``"embed"`` where no known way adds up to it.
+    """Return the summands of the first block's input by name; ``"embed"`` alone where no known combination fits.
 
-    Those of an encoder–decoder are one: each side has its own.
+    An encoder–decoder has ``"embed"`` alone: each side has its own embeddings.
 
-    An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more. Of a
-    difference of two runs they are the differences of the two runs' summands.
+    An embedding norm is frozen like any other: its linear part is applied to each summand and its shift is one more. In
+    a difference of two runs, the summands are differences.
     """
     if isinstance(frozen, Difference):
         first, second = (embedding_parts(run) for run in (frozen.a, frozen.b))
@@ -361,7 +361,7 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
 
 
 def _as_stream(tensor: Tensor, x: Tensor) -> Tensor | None:
-    """An embedding as vectors of every prompt: position embeddings may come without a batch axis or with one row."""
+    """Expand an embedding to every prompt: position embeddings may come without a batch axis or with one row."""
     tensor = tensor.to(x)
     if tensor.ndim == 2:
         tensor = tensor[None]
@@ -371,7 +371,7 @@ def _as_stream(tensor: Tensor, x: Tensor) -> Tensor | None:
 
 
 def block_steps(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> list[Step]:
-    """One block's steps, by its proven layout."""
+    """Return one block's steps, by its verified layout."""
     layout = frozen.layouts[layer]
     mixing = frozen.maps.mixer(layer)
     beside = frozen.maps.beside(layer)
@@ -406,7 +406,7 @@ def _half(
     offsets: Sequence[Offset],
     within: Within | None,
 ) -> list[Step]:
-    """Attention or the MLP of a block whose sublayers follow each other, and the norm around the sum."""
+    """Return the steps of attention or the MLP in a sequential block, with the norm around the sum."""
     outer = _outer(frozen, layer, at)
     outer_name = f"L{layer}.{at.outer}.b"
     if not offsets:
@@ -419,14 +419,14 @@ def _half(
 
 
 def _outer(frozen: PassOrDifference, layer: int, at: Place) -> AffineMap:
-    """The norm around a sum, or the identity."""
+    """Return the norm around a sum, or the identity."""
     return Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
 
 
 def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -> Step:
-    """Cross-attention: its heads read the encoder's output and write at the decoder's positions.
+    """Return the step of cross-attention: heads read the encoder's output and write at the decoder's positions.
 
-    What its queries go through first is part of the pattern, or, in a difference of two runs, of what reads them.
+    The norms before its queries are part of the pattern, or, in a difference of two runs, of the queries' read.
     """
     assert within.read is not None
     assert within.out is not None
@@ -445,10 +445,10 @@ def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -
 
 
 def _end_steps(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> list[Step]:
-    """What the stream goes through after a block's sublayers."""
+    """Return the steps after a block's sublayers."""
     steps: list[Step] = []
     per_layer = frozen.maps.per_layer(layer, rule)
-    if per_layer is not None:  # what a block adds for an input of each token at this layer, as a node
+    if per_layer is not None:  # a layer's own input for each token, as a node
         *inside, output = per_layer.stages
         write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
         name = f"L{layer}.per_layer"
@@ -465,12 +465,12 @@ def _end_steps(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> list[S
 
 
 def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
-    """What hooks add to the stream, each as a step whose bias has the name of the hook point."""
+    """Return what hooks add to the stream as steps, whose biases are named by hook points."""
     return [Step(layer, (), offset, offset.name) for offset in offsets]
 
 
 def _mixing_nodes(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> list[Sublayer]:
-    """Attention, or what mixes positions in its place; nothing of a block that is an MLP alone."""
+    """Return attention, or the mixer in its place, as sublayers; none for a block that is an MLP alone."""
     block = frozen.view.blocks[layer]
     if block.parts.is_mlp_alone:
         return []
@@ -483,7 +483,7 @@ def _mixing_nodes(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain
 
 
 def _mixer(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> Sublayer:
-    """A mixer in place of attention, or beside it, as one node."""
+    """Return a mixer in place of attention, or beside it, as one node."""
     *inside, output = mixing.stages
     return _sublayer(frozen, layer, at, tuple(inside), output, (f"L{layer}.mixer",), "mixer.b_out", "mixer")
 
@@ -497,9 +497,10 @@ def _of_heads(
     names: tuple[str, ...],
     bias_name: str,
 ) -> list[Sublayer]:
-    """Attention as sublayers: one of a pass, whose patterns are held; of a difference by queries, keys and values.
+    """Return attention as sublayers: one for a pass, whose patterns are frozen; several for a difference.
 
-    A gate after the heads is held in these, and one more. What the output adds by itself is the bias of the last.
+    These are by queries, keys and values; a gate after the heads is frozen in them, and is one more sublayer. The
+    output's bias belongs to the last.
     """
     routes = read.summands
     if len(routes) == 1:
@@ -510,22 +511,22 @@ def _of_heads(
         (by_key, output, "key"),
         (by_value, output, "head"),
     ]
-    if by_gate:  # each of the others ends with it
+    if by_gate:  # each of the others ends with the gate
         kinds = [(Chain(read.parts[:-1]), Chain((read.parts[-1], *stages_of(out))), kind) for read, out, kind in kinds]
         kinds.insert(0, (by_gate[0], output, "gate"))
     sublayers: list[Sublayer] = []
     for part, out, kind in kinds:
         sublayer = _sublayer(frozen, layer, at, (part,), out, names, bias_name, kind)
-        if kind != "head":  # what two models' outputs, or the norms after them, differ by is added once
+        if kind != "head":  # differences between two models' outputs, or the norms after them, are added only once
             sublayer = replace(sublayer, write=without_offsets(sublayer.write))
         sublayers.append(replace(sublayer, in_parts=True))
     return sublayers
 
 
 def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
-    """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
+    """Return an MLP's read and write, and its nodes: the whole MLP, or every expert that is chosen.
 
-    An expert's hidden vector is what it writes, its share of the routing and its biases included.
+    An expert's hidden vector is its output, with its routing weight and its biases.
     """
     if not isinstance(frozen.view.blocks[layer].mlp, ExpertsWeights):
         mlp = frozen.maps.mlp(layer, rule)
@@ -563,15 +564,15 @@ class Pulled:
     """A vector at the end, pulled back along the steps.
 
     Attributes:
-        stream: at the stream before each step, and at the end, each `[*rows, batch, pos, d_model]`.
-        sums: at each step's sum: after its sublayers have written and before its outer map.
+        stream: the vector at the stream before each step, and at the end, each `[*rows, batch, pos, d_model]`.
+        sums: the vector at each step's sum: after its sublayers have written and before its outer map.
     """
 
     stream: list[Tensor]
     sums: list[Tensor]
 
     def of_biases(self, steps: tuple[Step, ...]) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-        """Every bias on the way: step, name, the bias, and the vector that meets it."""
+        """Yield every bias on the way: step, name, the bias, and the vector that it is dotted with."""
         for number, step in enumerate(steps):
             for name, bias, inside in step.biases:
                 vectors = self.stream[number + 1]
@@ -582,13 +583,13 @@ class Pulled:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A frozen pass, or some of its layers, as steps, with the values that the input of the pass gives them.
+    """A frozen pass, or some of its layers, as steps, with the values that the pass's input gives them.
 
     Attributes:
-        layers: which of them.
-        final_norm: whether the norm after the last layer belongs to it, where the layers reach it.
-        steps: what the stream goes through.
-        values: `x` and `hidden` of a run that shows them itself; None where the steps give them.
+        layers: the range of layers.
+        final_norm: whether the norm after the last layer is included, if the layers reach it.
+        steps: the steps of the stream.
+        values: `x` and `hidden` of a run that supplies them; None where the steps compute them.
     """
 
     frozen: PassOrDifference
@@ -607,7 +608,7 @@ class Stream:
         final_norm: bool | None = None,
         to_tokens: bool = True,
     ) -> "Stream":
-        """The stream up to what is unembedded, or (``to_tokens=False``) to the operator's output.
+        """Build the stream up to the unembedding's input, or (``to_tokens=False``) to the operator's output.
 
         Args:
             frozen: the pass.
@@ -619,7 +620,7 @@ class Stream:
         Raises:
             InvalidInputError: no such activation rule or layers.
             FrozenModelError: the weights were changed since the pass.
-            UnsupportedModelError: a block takes keys and values of an earlier one.
+            UnsupportedModelError: a block uses keys and values of an earlier one.
         """
         frozen.view.require_single_streams("the stream of a circuit")
         rule = check_rule(rule)
@@ -642,11 +643,11 @@ class Stream:
         return self.values or self._walked(anchored=False)
 
     def anchored(self) -> "Stream":
-        """The same with the run's own values where a block begins, so that rounding does not add up with depth."""
+        """Return the stream with the run's own values at each block's start, so that rounding does not accumulate."""
         return replace(self, values=self.values or self._walked(anchored=True))
 
     def _walked(self, *, anchored: bool) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        """`x` and `hidden`, step by step, from the input alone or from the input of every block."""
+        """Compute `x` and `hidden`, step by step, from the first input alone or from the input of every block."""
         x: list[Tensor] = []
         hidden: list[tuple[Tensor, ...]] = []
         after, layer = self.frozen.resid_pre(self.layers.start), self.layers.start
@@ -671,12 +672,12 @@ class Stream:
         return self._values[1]
 
     def step_at(self, layer: int, step: int = 0) -> int:
-        """The number of a step of one layer; of the layer after the last one, of what follows the blocks."""
+        """Return the number of a layer's step; for the layer after the last, of what follows the blocks."""
         return sum(0 <= earlier.layer < layer for earlier in self.steps) + step
 
     @property
     def run(self) -> FrozenPass:
-        """The pass, of a stream that is no difference of two."""
+        """The pass of a stream that is not a difference of two."""
         assert isinstance(self.frozen, FrozenPass)
         return self.frozen
 
@@ -686,16 +687,16 @@ class Stream:
         return max((hidden.shape[-1] for step in self.hidden for hidden in step), default=0)
 
     def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
-        """What the stream begins with: token and position embeddings, or the stream before the first layer."""
+        """Return what the stream begins with: token and position embeddings, or the input of the first layer."""
         if self.layers.start:
             return {f"{self.frozen.view.blocks[self.layers.start].name} input": self.x[0]}
         return embedding_parts(self.frozen)
 
     def at(self, layer: int, *, cross: bool = False) -> tuple[int, Sublayer]:
-        """The step and the attention sublayer of one layer; with `cross` that of cross-attention.
+        """Return the step and the attention sublayer of one layer; with `cross`, its cross-attention.
 
         Raises:
-            InvalidInputError: the layer is not among these.
+            InvalidInputError: the layer is not in the stream.
         """
         for number, step in enumerate(self.steps):
             for sublayer in step.sublayers:
@@ -710,12 +711,9 @@ class Stream:
         sublayers: bool = True,
         joining: Mapping[int, Tensor] | None = None,
     ) -> Pulled:
-        """A vector at the end pulled through everything, or (``sublayers=False``) past all of them: directly.
+        """Pull a vector at the end through everything, or (``sublayers=False``) only directly, past all sublayers.
 
-        Args:
-            g: the vector, `[*rows, batch, pos, d_model]`.
-            sublayers: whether it goes through the sublayers.
-            joining: vectors that join it on its way, at the stream before a step.
+        `joining` has vectors to add on the way, at the stream before a step.
         """
         stream = [g]
         sums = []
@@ -730,12 +728,7 @@ class Stream:
         return Pulled(stream[::-1], sums[::-1])
 
     def terms(self, number: int, pulled: Pulled, by: str) -> Iterator[tuple[Sublayer, list[str], Tensor]]:
-        """What a step's sublayers give to a pulled target: each with the names of its terms, and these by position.
-
-        Args:
-            number: the step's.
-            pulled: the target, pulled back along the steps.
-            by: as in `Sublayer.terms`.
+        """Yield what each of a step's sublayers contributes to a pulled target: names, and terms by position.
 
         Raises:
             UnsupportedModelError: neurons of a mixture of experts.
@@ -748,7 +741,7 @@ class Stream:
 
     @cached_property
     def direct(self) -> list[Tensor]:
-        """What passes every sublayer, the input and the biases on the way: before each step, and after the last."""
+        """What bypasses every sublayer, with the input and the biases on the way: before each step, and at the end."""
         carried = [self.x[0]]
         for step in self.steps:
             carried.append(step.directly(carried[-1]))
@@ -756,7 +749,7 @@ class Stream:
 
     @cached_property
     def direct_hidden(self) -> list[tuple[Tensor, ...]]:
-        """Each sublayer's hidden vector for what reaches it directly."""
+        """Each sublayer's hidden vector for the input that reaches it directly."""
         return [
             tuple(sublayer.read(x) for sublayer in step.sublayers)
             for step, x in zip(self.steps, self.direct, strict=False)
@@ -764,9 +757,9 @@ class Stream:
 
     @cached_property
     def shown(self) -> list[tuple[Float[Tensor, "2 batch pos _width"], ...]]:
-        """Each sublayer's hidden vector, and that of `direct_hidden`; of a single node what it writes for the two.
+        """Each sublayer's hidden vector, and that of `direct_hidden`; for a single node, its output for the two.
 
-        Many vectors then meet a node where it writes, and need not be pulled into a hidden layer that is wider.
+        Many vectors can then meet a node at its output, without being pulled into a wider hidden layer.
         """
         return [
             tuple(
@@ -782,17 +775,17 @@ class StreamTarget:
     """A target at some queries of a frozen pass, and the stream that leads to it.
 
     Attributes:
-        stream: up to where the target reads it.
-        read_at: the hook point that holds what the target reads; of an encoder–decoder its decoder's part (`points`).
+        stream: the stream up to where the target reads it.
+        read_at: the hook point that the target reads; in an encoder–decoder its decoder's part (see `points`).
         vectors: the target's vector for each query, `[batch, query, d_model]`.
-        constant: what the answer adds besides (b_U), `[batch, query]`.
-        total: the model's own number, before any final soft cap, `[batch, query]`.
+        constant: the constant that is added to the product (b_U), `[batch, query]`.
+        total: the model's own value, before any final soft cap, `[batch, query]`.
         positions: the queries, `[batch, query]`.
-        label: the target for people, with where it is read.
-        constant_name: what the constant is called among the terms.
-        soft_cap: the cap that the model applies after it, or None.
-        name: the target, wherever it is read, and of a difference the number whose change it is.
-        of_tokens: whether it is a number of logits.
+        label: a description of the target, with where it is read.
+        constant_name: the name of the constant among the terms.
+        soft_cap: the cap that the model applies afterwards, or None.
+        name: the target without where it is read; for a difference, the number whose change it is.
+        of_tokens: whether the target is made of logits.
     """
 
     stream: Stream
@@ -809,23 +802,23 @@ class StreamTarget:
 
     @cached_property
     def seed(self) -> Float[Tensor, "query batch pos d_model"]:
-        """The vectors at their places, a row per query."""
+        """The vectors at their positions, a row per query."""
         return self.seed_of(slice(None))
 
     def seed_of(self, queries: slice) -> Float[Tensor, "query batch pos d_model"]:
-        """The same of some queries."""
+        """Return the seed of some queries."""
         vectors, positions = self.vectors[:, queries].transpose(0, 1), self.positions[:, queries].T
         return place(vectors, positions, self.stream.frozen.resid_pre(0))
 
     def some_queries(self, row_bytes: int, memory: Memory) -> Iterator[slice]:
-        """Slices of the queries, each as many as fit into memory together; a single query is not bounded."""
+        """Yield slices of queries that fit into memory together; a single query is not bounded."""
         count = self.positions.shape[1]
         for rows in chunks(count, row_bytes, memory if count > 1 else None, "queries"):
             yield slice(rows.start, rows.stop)
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The hook points that together hold what it reads: one, of an encoder–decoder one for each side."""
+        """The hook points that it reads: one, or in an encoder–decoder one for each side."""
         frozen = self.stream.frozen
         if frozen.sides is None:
             return (self.read_at,)
@@ -837,24 +830,24 @@ class StreamTarget:
     def read_of(
         self, activation: Callable[[str], Float[Tensor, "*rows batch some d_model"]]
     ) -> Float[Tensor, "*rows batch pos d_model"]:
-        """What the target reads, of the activations at `points`."""
+        """Join the activations at `points` into what the target reads."""
         return torch.cat([activation(name) for name in self.points], dim=-2)
 
     def number_of(
         self, activation: Callable[[str], Float[Tensor, "*rows batch some d_model"]]
     ) -> Float[Tensor, "*rows batch query"]:
-        """The number that the target names, of the activations at `points` in another run; see `number`."""
+        """Return the target's value in another run from its activations at `points`; see `number`."""
         return self.number(self.read_of(activation))
 
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
-        """The number that the target names, of another stream at `read_at`, before any final soft cap."""
+        """Return the target's value for another stream at `read_at`, before any final soft cap."""
         positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
         activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), positions, dim=-2)
         return (activations * self.vectors).sum(-1) + self.constant
 
     @property
     def noise(self) -> Float[Tensor, "batch query"]:
-        """What rounding of two runs may leave in the number, which may itself be no more; zero of one run."""
+        """The rounding of two runs in the change, which may be of the same size; zero for one run."""
         frozen = self.stream.frozen
         if not isinstance(frozen, Difference):
             return torch.zeros_like(self.total)
@@ -863,7 +856,7 @@ class StreamTarget:
         return frozen.rounding * at_queries * self.vectors.norm(dim=-1)
 
     def fields(self) -> dict[str, Any]:
-        """What a result of these queries says about them."""
+        """Return the fields that every result of these queries has."""
         frozen = self.stream.frozen
         return {
             "total": self.total,
@@ -896,21 +889,21 @@ def stream_target(
         query: the queries, or with `one` a single one.
         rule: the rule for MLPs.
         layers: consecutive layers, None for all.
-        final_norm: whether the norm after the last layer is part of it.
+        final_norm: whether the norm after the last layer is included.
 
     Raises:
         InvalidInputError: no frozen pass, a query out of range, several with `one`, a token target before the
-            last layer, and what `resolve_target` refuses.
+            last layer, and what `resolve_target` rejects.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
     """
     check_explained(frozen)
     chosen = chosen_layers(frozen.n_layers, layers)
     normed = through_final_norm(frozen, chosen.stop, final_norm)
-    if frozen.view.final_norm is None:  # what the last block gives is what is unembedded
+    if frozen.view.final_norm is None:  # the last block's output is unembedded directly
         normed = chosen.stop == frozen.n_layers
     if direction is None and target is not None and not normed:
         raise InvalidInputError(
-            f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
+            f"target: the chosen part ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
             "direction=, or all layers with their final norm. tlens.circuits.logit_lens unembeds the stream before "
             "every layer."
         )
@@ -944,9 +937,9 @@ def stream_target(
 def token_pairs(
     sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], cotangent: Float[Tensor, "*rows batch pos width"]
 ) -> Float[Tensor, "*rows batch head query key"]:
-    """What each head moves from each source token to each query, along a vector at its hidden layer.
+    """Return what each head moves from each source token to each query, along a vector at its hidden layer.
 
-    ``A^h_ij ⟨g_i^h, v_j^h⟩`` with the cotangent g: summed over keys, its inner product with the hidden vector.
+    With the cotangent g this is ``A^h_ij ⟨g_i^h, v_j^h⟩``; summed over keys, g's inner product with the hidden vector.
     """
     pairs = rearrange(sublayer.split(cotangent), "... q h d -> ... h q d") @ sublayer.values(x).mT
     return sublayer.mixing.pattern * pairs
@@ -955,15 +948,9 @@ def token_pairs(
 def summed_by_name(
     names: list[str], values: Float[Tensor, "*any"], dim: int
 ) -> tuple[list[str], Float[Tensor, "*summed"]]:
-    """Values along a dimension with those of equal names summed: a head's, by queries, keys and values.
+    """Sum values of equal names along a dimension, such as a head's by queries, keys and values; keep the names' order.
 
-    Args:
-        names: one for each index along the dimension.
-        values: anything.
-        dim: the dimension.
-
-    Returns:
-        Every name once, in the order of its first value, and as many sums.
+    `names` has one name for each index along the dimension.
     """
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     if len(numbers) == len(names):
@@ -975,5 +962,5 @@ def summed_by_name(
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:
-    """⟨g, x⟩ of each row and prompt, as one column; `x` may be one vector for all positions."""
+    """Return ⟨g, x⟩ of each row and prompt, as one column; `x` may be one vector for all positions."""
     return (upcast(g) * x).sum((-2, -1))[..., None]

@@ -1,31 +1,29 @@
-"""What makes two runs differ, and how the difference acts: exact sums over the difference of two passes.
+"""Explain why two runs differ, and how the difference acts, by exact sums over the difference of two passes.
 
 `compare_models`: which changed weights of a fine-tuned model change its prediction? `routes`: does a change pass a
 layer by values, by where heads attend, by the MLP or by norm scales?
-
-A changed matrix adds ⟨g, x̄·ΔW⟩ with the vector g that is pulled to where it writes. By head, the channels of a matrix
-are told apart; by rank, the singular directions of ΔW = Σ_r s_r u_r v_rᵀ, each of which adds s_r ⟨x̄, u_r⟩⟨g, v_r⟩.
 
 The difference of two models' runs on one prompt is a linear map of the difference of their embeddings plus a constant
 for everything else that differs (`tensorlens_tl.passes.difference`). With the target's vector g pulled to where a
 matrix W writes, the matrix adds
 
-    Σ_i ⟨g_i, x̄_i·ΔW⟩,    x̄ the mean of what it reads in the two models, ΔW the change
+    Σ_i ⟨g_i, x̄_i·ΔW⟩,    x̄ the mean of its inputs in the two models, ΔW the change
 
 and norm gains, biases, the embedding and the unembedding likewise. The terms sum to the change of the model's own
-number. Everything downstream of a change responds to it; what two changes do together is shared between them, as the
-secant of a product does (half of it each).
+number. Everything downstream of a change responds to it; the interaction of two changes is shared between them, as in
+the secant of a product (half of it each). By head, the channels of a matrix are separated; by rank, the singular
+directions of ΔW = Σ_r s_r u_r v_rᵀ, each of which adds s_r ⟨x̄, u_r⟩⟨g, v_r⟩.
 
-Let g be the target's vector pulled back to a block's output, and Δx the change of the stream there. ⟨g, Δx⟩, with what
-the weights of two models add later, is the whole change. What the block writes is a sum of routes: the stream that goes
-past it, each head by its values, its queries, its keys and its gate where it has one, or what mixes positions in place
-of attention, the heads of an encoder–decoder's cross-attention, and the MLP by the slopes of its activation. Before
-such a sublayer a norm divides by a scale that responds (the map of rank one of its secant): every route is split into
-what passes with the scale held, and what the response of the scale adds. Norms around the stream or after a sublayer
-respond likewise, and are a route of their own.
+For `routes`, let g be the target's vector pulled back to a block's output, and Δx the change of the stream there.
+⟨g, Δx⟩, plus what the weights of two models add later, is the whole change. The block's output is a sum of routes: the
+stream that bypasses it, each head by its values, its queries, its keys and its gate where it has one, or a mixer of
+positions in place of attention, the heads of an encoder–decoder's cross-attention, and the MLP by the slopes of its
+activation. The norm before such a sublayer divides by a scale that responds (the rank-one map of its secant): every
+route is split into what passes with the scale fixed, and what the response of the scale adds. Norms around the stream
+or after a sublayer respond likewise, and are a route of their own.
 
-Each layer is a cut through the same change: its scores sum to all of it. **Layers do not add up to each other**: what
-passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
+Each layer is a cut through the same change: its scores sum to all of it. **Scores of different layers must not be
+added**: what passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
 """
 
 import inspect
@@ -74,7 +72,7 @@ from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes, ModelChange
 def change_target(
     difference: Difference, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
 ) -> StreamTarget:
-    """The change of a number of two runs, named after the number; see `stream_target` for what is refused."""
+    """Return the change of a number between two runs as a target named after the number; see `stream_target`."""
     readout = stream_target(difference, target, minus, direction, query, "frozen", one=False)
     soft_cap = difference.view.soft_cap if readout.of_tokens else None
     return replace(readout, label=f"change of the {readout.name}", soft_cap=soft_cap)
@@ -89,10 +87,10 @@ BY: tuple[ChangeRows, ...] = ("matrix", "layer", "component", "head", "head_matr
 BY_HEAD = ("head", "head_matrix")
 
 MOST_DIRECTIONS = 64
-"""How many singular directions a change may have, by rank."""
+"""The most singular directions that a change may have, by rank."""
 
 SPARE = 8
-"""Random vectors beyond these, by which they are looked for."""
+"""Random vectors beyond these, for finding the directions."""
 
 QUERIES = ("W_Q", "b_Q", "q_norm.w", "relative_bias")
 ATTENTION = (*QUERIES, "W_K", "b_K", "k_norm.w", "W_V", "b_V", "W_O", "b_O")
@@ -102,14 +100,14 @@ LATENT = ("W_down_Q", "b_down_Q", "W_down_K", "b_down_K", "W_down_V", "b_down_V"
 MLP = ("W_in", "b_in", "W_gate", "b_gate", "W_out", "b_out")
 UNEMBEDDING = ("W_U", "b_U")
 CROSS = "cross."
-"""Before the names of cross-attention's weights, in their layer."""
+"""The prefix of the names of cross-attention's weights."""
 
 Directions = tuple[Float[Tensor, "_rank _d_in"], Float[Tensor, "_rank _d_out"]]
-"""Of a change: s_r·u_r and v_r, the largest first."""
+"""The directions of a change: s_r·u_r and v_r, the largest first."""
 
 
 def term_name(weight: str, by: str) -> str:
-    """The term that a weight belongs to; by head, where it is no head's."""
+    """Return the term that a weight belongs to; by head, for weights that belong to no head."""
     place, _, part = weight.partition(".")
     if by in ("matrix", "rank"):
         return weight
@@ -137,19 +135,19 @@ def term_name(weight: str, by: str) -> str:
 
 
 def _matrix(weight: str) -> str:
-    """A weight's name in its attention, self or cross: ``"W_V"`` of ``"L0.W_V"`` and of ``"L2.cross.W_V"``."""
+    """Return a weight's name in its attention, self or cross: ``"W_V"`` of ``"L0.W_V"`` and of ``"L2.cross.W_V"``."""
     return weight.partition(".")[2].removeprefix(CROSS)
 
 
 @dataclass
 class WeightTerms:
-    """Terms of some queries, by name; the last part of the model comes first.
+    """Terms of some queries, by name, from the end of the model to its beginning.
 
     Attributes:
         by: what a term is, one of `BY`.
-        directions: those of every changed matrix, once they were needed.
+        directions: the singular directions of every changed matrix, computed when first needed.
         values: each term at each position, `[query, batch, pos]`.
-        remainder: what directions that are left out as rounding would add.
+        remainder: the contribution of the directions that are left out as rounding.
     """
 
     by: str
@@ -158,20 +156,20 @@ class WeightTerms:
     remainder: Tensor | None = None
 
     def add(self, names: Sequence[str], values: Float[Tensor, "query batch pos term"]) -> None:
-        """Terms, in the order of the model; what has a name already is added to it."""
+        """Add terms, given in the order of the model, to those of the same name."""
         for name, value in reversed(list(zip(names, values.unbind(-1), strict=True))):
             if name in self.values:
                 value = self.values[name] + value
             self.values[name] = value
 
     def remainder_like(self, seed: Float[Tensor, "query batch pos d"]) -> Float[Tensor, "query batch"]:
-        """The remainder, zero where nothing is left out."""
+        """Return the remainder, zero where nothing is left out."""
         if self.remainder is None:
             return upcast(seed[..., 0, 0]).new_zeros(seed.shape[:2])
         return self.remainder.sum(-1)
 
     def pull(self, m: AffineMap, g: Float[Tensor, "query batch pos d"]) -> Float[Tensor, "query batch pos d_in"]:
-        """Pull a vector through a map, and collect what its changed weights add; by head, attention's are left out."""
+        """Pull a vector through a map, collecting what its changed weights add; by head, without attention's."""
         return pull_noting(m, g, self._note)
 
     def _note(self, offset: Offset, g: Float[Tensor, "query batch pos d"]) -> None:
@@ -199,19 +197,15 @@ class WeightTerms:
     def pull_heads(self, sublayer: Sublayer, g: Float[Tensor, "query batch pos d_model"], kv_heads: int) -> None:
         """Collect what the changed weights of attention add by one of its routes, head by head.
 
-        Where heads share keys and values, each pulls the vector to these by itself: heads that share none together.
-
-        Args:
-            sublayer: the route, and what writes what heads give.
-            g: the vector at the sum that they write to.
-            kv_heads: how many heads have keys and values of their own.
+        Where heads share keys and values (fewer `kv_heads` than heads), they are pulled in several rows, each with
+        heads that share none. `g` is the vector at the sum that the heads write to.
         """
         heads = len(sublayer.nodes)
         repeats = heads // kv_heads
 
         def note_output(offset: Offset, g: Tensor) -> None:
             if _matrix(offset.name) not in ATTENTION:
-                return  # a norm's: `pull` has noted it, as no head's
+                return  # a norm's: `pull` has noted it, as it belongs to no head
             if offset.change is None:
                 self.add([offset.name], (upcast(g) * offset.vectors).sum(-1)[..., None])
                 return
@@ -224,7 +218,7 @@ class WeightTerms:
             products = upcast(g) * offset.vectors
             if _matrix(offset.name) in QUERIES:
                 shares = products.sum(0).unflatten(-1, (heads, -1)).sum(-1)
-            else:  # of the heads that share keys and values, each is one row
+            else:  # each row has one of the heads that share keys and values
                 shares = products.unflatten(-1, (kv_heads, -1)).sum(-1).movedim(0, -1).flatten(-2)
             self._add_heads(sublayer.nodes, offset.name, shares)
 
@@ -242,9 +236,9 @@ class WeightTerms:
 
 
 def directions_of(change: MatrixChange, name: str) -> Directions:
-    """The singular directions of a change that are more than the rounding of its matrices.
+    """Return the singular directions of a change that exceed the rounding of its matrices.
 
-    Looked for in the span of what the change gives for some random vectors, which is all of its range where the rank is
+    They are found in the span of the change's products with random vectors, which is all of its range if the rank is
     lower than their number.
 
     Raises:
@@ -266,7 +260,7 @@ def directions_of(change: MatrixChange, name: str) -> Directions:
 
 
 def _rounding(change: MatrixChange, largest: float) -> float:
-    """What rounding alone may add to a singular value of a change: that of its matrices, and of the computation."""
+    """Bound what rounding alone adds to a singular value of a change: in its matrices, and in the computation."""
     rows, columns = change.a.shape
     epsilon = torch.finfo(torch.promote_types(change.a.dtype, change.b.dtype)).eps
     size = float(upcast(change.a).norm()) / sqrt(rows * columns)
@@ -289,47 +283,48 @@ def compare_models(
     memory: Memory = None,
     **freezing: Any,
 ) -> ModelChange:
-    """Where a fine-tuning acted on a logit: signed terms that sum to its change, tuned − base.
+    """Explain where fine-tuning acted on a logit: signed terms that sum to its change, tuned − base.
 
-    Both models run on the same prompts, many of them in batches of similar length, as many at once as fit the bound of
-    `memory`. `by` says what a term is:
+    Both models run on the same prompts, in batches of similar length within the bound of `memory`. `by` says what a
+    term is:
 
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
-      embedding, positions included (``"embed"``), of a shortformer apart (``"W_pos"``);
-    * ``"layer"``: all of a layer together, ``"L0"``; here and below the embedding is ``"embed"``, the final norm
+      embedding with its positions (``"embed"``; in a shortformer positions are separate, ``"W_pos"``);
+    * ``"layer"``: a whole layer, ``"L0"``; here and below the embedding is ``"embed"``, the final norm
       ``"ln_final"`` and the unembedding ``"unembed"``;
     * ``"component"``: each layer's attention, or mixer in its place, MLP, norms and whitening, and a decoder's
       cross-attention, ``"L2.cross"``;
-    * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
-      share keys and values, by what each of them makes of these), W_O by what the head gives it. Those of
+    * ``"head"``: the same, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where
+      heads share keys and values, by each head's use of these), W_O by the head's input to it. Heads of
       cross-attention are ``"L2.cross.H3"``;
-    * ``"head_matrix"``: the same for each matrix apart, ``"L0H3.W_V"``;
+    * ``"head_matrix"``: the same for each matrix separately, ``"L0H3.W_V"``;
     * ``"rank"``: each changed matrix by the singular directions of its change, ``"L0.W_V rank 1"`` the largest. For
       changes of at most 64 directions, such as LoRA's. What rounding adds to the change beyond those is the
       `remainder`.
 
     Args:
         base: the model before.
-        tuned: the model after: of the same architecture and vocabulary. Adapters of peft are read as their merge.
+        tuned: the model after, of the same architecture and vocabulary. Adapters of peft are read as merged.
         prompts: as in `freeze`, one or several.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; a first choice
-            and a runner-up are those of the tuned model, for both.
+            and a runner-up are the tuned model's, for both.
         by: what a term is.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
-            and the position that reads it for a weight.
-        memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
-            the batches, and how many queries are pulled together.
+        positions: also return where each term acts, in `Terms.keys`, `[batch, query, term, pos]`: the token for the
+            embedding, and the position that reads it for a weight.
+        memory: how much may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It
+            bounds the batches, and how many queries are pulled together.
         freezing: further options of `freeze`, for both runs; an encoder–decoder needs ``decoder_input_ids=``.
 
     Returns:
         Terms for each prompt; weights that did not change have none (two equal models have ``"embed"`` alone, zero).
-        ``.mean()`` is their mean over prompts,
-        ``.summary()`` a table of it with bootstrap intervals, and two such results can be subtracted.
+        ``.mean()`` is their mean over prompts, ``.summary()`` a table of it with bootstrap intervals, and two such
+        results can be subtracted.
 
     Raises:
-        InvalidInputError: no such `by`, other architectures or vocabularies, prompts that the two tokenize in different
-            ways, a change of more than 64 directions under ``by="rank"``, and what `freeze` and the target refuse.
+        InvalidInputError: no such `by`, different architectures or vocabularies, prompts that the two tokenize
+            differently, a change of more than 64 directions under ``by="rank"``, and what `freeze` and the target
+            reject.
         UnsupportedModelError: see `tensorlens_tl.passes.difference`.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
@@ -369,18 +364,18 @@ def compare_models(
 
 
 RUNS = 2
-"""How many runs of a batch are held at once."""
+"""How many runs of a batch are in memory at once."""
 
 TOKENIZED_APART = "compare_models: the two models tokenize the prompts differently; pass token ids."
 
 
 @dataclass
 class _Comparison:
-    """What is compared, whichever the prompts.
+    """The arguments of `compare_models` that apply to every batch of prompts.
 
     Attributes:
         base, tuned, by, query, positions, memory, freezing: as in `compare_models`.
-        directions: the singular directions of every changed matrix, once they were needed.
+        directions: the singular directions of every changed matrix, computed when first needed.
     """
 
     base: ModelLike
@@ -393,13 +388,13 @@ class _Comparison:
     directions: dict[str, Directions] = field(default_factory=dict[str, Directions])
 
     def of(self, prompts: InputLike, target: TokenLike, minus: TokenLike, direction: Direction) -> ModelChange:
-        """The terms of some prompts, in one pass by each model."""
+        """Return the terms of some prompts, from one pass by each model."""
         runs = [freeze(model, prompts, **self.freezing) for model in (self.tuned, self.base)]
         if runs[0].tokens.shape == runs[1].tokens.shape and not torch.equal(runs[0].tokens, runs[1].tokens):
             raise InvalidInputError(TOKENIZED_APART)
         difference = difference_of(*runs)
         readout = change_target(difference, target, minus, direction, self.query)
-        if target is not None:  # the same tokens in both runs, where they are the first run's own
+        if target is not None:  # the same tokens in both runs, including the first run's own choices
             target, minus = target_ids(difference, readout.positions, target, minus)
         numbers = [_Number.of(readout, frozen, target, minus, direction) for frozen in runs]
         parts: list[dict[str, Tensor]] = []
@@ -435,7 +430,7 @@ class _Comparison:
 
 
 def _provenance(difference: Difference) -> dict[str, str]:
-    """What both models have in common, and the facts that tell them apart as ``"base …"`` and ``"tuned …"``."""
+    """Return the provenance that both models share, and differing facts as ``"base …"`` and ``"tuned …"``."""
     tuned = difference.a.provenance()
     base = difference.b.provenance()
     common = {name: value for name, value in tuned.items() if base.get(name) == value}
@@ -449,7 +444,7 @@ def _provenance(difference: Difference) -> dict[str, str]:
 
 
 def _pulled(readout: StreamTarget, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:
-    """Pull the target's vectors through both models, and collect what each changed weight adds."""
+    """Pull the target's vectors through both models, collecting what each changed weight adds."""
     difference, steps = readout.stream.frozen, readout.stream.steps
     for step in reversed([step for step in steps if step.layer < 0]):
         g = terms.pull(step.outer, g)
@@ -461,7 +456,7 @@ def _pulled(readout: StreamTarget, g: Float[Tensor, "query batch pos d"], terms:
         block = difference.view.blocks[layer]
         for step in reversed([step for step in steps if step.layer == layer]):
             of_heads = [sublayer for sublayer in step.sublayers if sublayer.letter]
-            for sublayer in of_heads[-1:] + of_heads[:-1]:  # by values first, with what writes what heads give
+            for sublayer in of_heads[-1:] + of_heads[:-1]:  # by values first, which has the heads' output weights
                 weights = block.require_cross_attention() if sublayer.is_cross else block.attention
                 terms.pull_heads(sublayer, step.outer.pull(at_end), weights.kv_heads)
             at_end = step.map.pull(at_end)
@@ -471,7 +466,7 @@ def _pulled(readout: StreamTarget, g: Float[Tensor, "query batch pos d"], terms:
 
 @dataclass(frozen=True, eq=False)
 class _Number:
-    """The number of one run at some queries: ``⟨vectors, state⟩ + constant``, zero at padding."""
+    """The target of one run at some queries: ``⟨vectors, state⟩ + constant``, zero at padding."""
 
     state: Float[Tensor, "batch query d"]
     vectors: Float[Tensor, "batch query d"]
@@ -481,7 +476,7 @@ class _Number:
     def of(
         cls, readout: StreamTarget, frozen: FrozenPass, target: TokenLike, minus: TokenLike, direction: Direction
     ) -> "_Number":
-        """One run's own."""
+        """Resolve the target in one run."""
         resolved = resolve_target(frozen, target, minus, direction, readout.positions)
         real = torch.take_along_dim(frozen.mask, readout.positions, dim=1)
         read = torch.take_along_dim(readout.read_of(frozen.activation), readout.positions[..., None], dim=1)
@@ -489,14 +484,14 @@ class _Number:
 
     @property
     def value(self) -> Float[Tensor, "batch query"]:
-        """The number."""
+        """The target's value."""
         return (self.state * self.vectors).sum(-1) + self.constant
 
 
 def _with_unembedding(
     values: dict[str, Tensor], readout: StreamTarget, numbers: list[_Number], by: str, positions: bool
 ) -> dict[str, Tensor]:
-    """With what the unembedding adds, where it changed, at the query's position."""
+    """Add the terms of a changed unembedding, at the query's position."""
     tuned, base = numbers
     state = (tuned.state + base.state) / 2
     pos = torch.arange(readout.stream.frozen.mask.shape[1], device=state.device)
@@ -514,7 +509,7 @@ def _with_unembedding(
 
 
 SCALE = ", scale"
-"""What a route by the response of a norm's scale is called beside the same with the scale held."""
+"""The suffix of a route through the response of a norm's scale."""
 
 
 @recordable()
@@ -531,9 +526,9 @@ def routes(
 ) -> ChangeRoutes:
     """Split the change of a logit, or a logit, into the routes by which it passes each layer.
 
-    At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
-    along that vector: bypassing the layer (``"direct"``), through each head's values, through its queries and
-    through its keys, through its gate if it has one (``"gates"``), through what mixes positions in place of attention
+    At layer l, with the target's vector pulled back to the block's output, every route's score is its output there
+    dotted with that vector: bypassing the layer (``"direct"``), through each head's values, through its queries and
+    through its keys, through its gate if it has one (``"gates"``), through a mixer of positions in place of attention
     (``"mixer"``), and through the MLP by the slopes of its activations. The response of a norm's scale before the
     sublayer is a separate route (``"values, scale"``). ``"norms"`` are the responses of norms around the
     stream or after a sublayer (post-LN, sandwich blocks), and of the one after an encoder. ``"constants"`` is what the
@@ -541,29 +536,29 @@ def routes(
     follows the last block: the final norm and a masked model's transform, whose own routes are ``"direct"`` and
     ``"norms"``.
 
-    A head of an encoder–decoder's cross-attention responds through what it reads of the encoder's output, through the
-    decoder's queries and through the encoder's keys: ``"cross values"``, ``"cross queries"``, ``"cross keys"``. The
+    A head of an encoder–decoder's cross-attention responds through its values, read from the encoder's output, through
+    the decoder's queries and through the encoder's keys: ``"cross values"``, ``"cross queries"``, ``"cross keys"``. The
     decoder's stream bypasses an encoder's layer, and the encoder's output bypasses a decoder's.
 
     The scores of each layer sum to the whole change. Do not add layers: every layer splits the same change, at its own
     depth.
 
-    For one pass, the routes are those of the frozen model, or of its run under a rule. Scales are then no separate
+    For one pass, the routes are those of the frozen model, or of its run under a rule. Scales are then not separate
     routes, and ``"constants"`` are all biases of a layer.
 
     Args:
-        difference: of two passes, of one model or of two; or one pass.
+        difference: the difference of two passes, of one model or of two; or one pass.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         rule: for one pass, what replaces the nonlinear operations, as in `contribution_graph`.
-        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+        memory: how much several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Scores by layer and route, and each head's share of them.
 
     Raises:
         InvalidInputError: neither a pass nor a difference, a rule for a difference, a query out of range, and what
-            `FrozenOperator.target` refuses.
+            `FrozenOperator.target` rejects.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: a model changed after its run.
 
@@ -583,7 +578,7 @@ def routes(
         readout = target_under(readout, rule, "routes")
     readout = replace(readout, stream=readout.stream.anchored())
     frozen = readout.stream.frozen
-    layers = [*readout.stream.layers]  # and what follows the last block, of one run where there is any
+    layers = [*readout.stream.layers]  # for one run, what follows the last block is a row only if it exists
     if isinstance(frozen, Difference) or any(step.layer < 0 for step in readout.stream.steps):
         layers.append(-1)
     scores: list[Tensor] = []
@@ -603,25 +598,22 @@ class _Cut:
     """What passes one depth by every route, `[query, batch]`, and by each head, `[query, batch, head]`.
 
     Attributes:
-        by_route, by_head: what was counted so far.
+        by_route, by_head: the sums so far.
     """
 
     by_route: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     by_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add(self, route: str, value: Float[Tensor, "query batch"]) -> None:
-        """More of a route."""
+        """Add to a route."""
         if route in self.by_route:
             value = self.by_route[route] + value
         self.by_route[route] = value
 
     def held(self, m: AffineMap, x: Tensor, g: Float[Tensor, "query batch pos d"]) -> AffineMap:
-        """A map with the scale of its norm held; what the scale adds by responding is a route of the norms.
+        """Return a map with the scale of its norm fixed; the scale's response is counted under ``"norms"``.
 
-        Args:
-            m: the map.
-            x: what it reads.
-            g: the vector at its end.
+        `x` is the map's input, and `g` the vector at its end.
         """
         stages = m.stages if isinstance(m, Chain) else (m,)
         for number, stage in enumerate(stages):
@@ -635,7 +627,7 @@ class _Cut:
     def add_sublayer(
         self, sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], hidden: Tensor, g: Tensor
     ) -> None:
-        """What a sublayer gives by its route and by the scale of the norm before it, along a vector where it writes."""
+        """Count a sublayer's route and the response of the norm before it, along a vector where the sublayer writes."""
         write = self.held(sublayer.write, hidden, g)
         self.add("constants", _dot(g, write.bias))
         g = write.pull(g)
@@ -653,19 +645,19 @@ class _Cut:
                 self.by_head[route] = shares
 
     def scores(self) -> Float[Tensor, "query batch route"]:
-        """Of all routes, zero where there is none."""
+        """Return the scores of all routes, zero for absent ones."""
         zero = torch.zeros_like(self.by_route["direct"])
         return torch.stack([self.by_route.get(route, zero) for route in ROUTES], dim=-1)
 
 
 def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Iterator[_Cut]:
-    """The cuts from the end to the first layer.
+    """Yield the cuts from the end to the first layer.
 
-    What a sublayer writes goes past the others of its layer, whose own routes have what it gives them.
+    A sublayer's output bypasses the others of its layer: their own routes include what it gives them.
     """
     stream = readout.stream
     pulled = stream.pull(readout.seed_of(queries))
-    later = readout.constant[:, queries].T  # what is added after a layer
+    later = readout.constant[:, queries].T  # constants that are added after a layer
     before = len(stream.steps)
     for layer in reversed(layers):
         numbers = [number for number, step in enumerate(stream.steps) if step.layer == layer]
@@ -685,12 +677,12 @@ def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Itera
 
 
 def _add_step(cut: _Cut, readout: StreamTarget, number: int, g: Float[Tensor, "query batch pos d"]) -> Tensor:
-    """What passes a step by its sublayers and by its norms; the vector that what goes past them meets before it."""
+    """Count what passes a step by its sublayers and norms; return the vector pulled past them."""
     stream = readout.stream
     step, x = stream.steps[number], stream.x[number]
     if isinstance(stream.frozen, Difference) and any(part.kind == "per_layer" for part in step.sublayers):
         cut.add("constants", _dot(g, step.map.bias))
-        return step.map.pull(g)  # between two runs what a token brings into a layer belongs to the way past it
+        return step.map.pull(g)  # between two runs a layer's own input for each token counts as part of the bypass
     written = sum((part.write(h) for part, h in zip(step.sublayers, stream.hidden[number], strict=True)), start=x)
     outer = cut.held(step.outer, written, g)
     cut.add("constants", _dot(g, outer.bias))
@@ -701,7 +693,7 @@ def _add_step(cut: _Cut, readout: StreamTarget, number: int, g: Float[Tensor, "q
 
 
 def _by_scale(m: AffineMap) -> tuple[AffineMap, AffineMap | None]:
-    """A map that may begin with a norm of two runs: with the scale held, and what the scale adds by responding."""
+    """Split a map that may begin with a norm of two runs: with the scale fixed, and the scale's response."""
     match m:
         case Sum(terms=(held, RankOne() as response)):
             return held, response
@@ -716,7 +708,7 @@ def _by_scale(m: AffineMap) -> tuple[AffineMap, AffineMap | None]:
 
 
 def _route(sublayer: Sublayer) -> str:
-    """The route that a sublayer is."""
+    """Return the name of a sublayer's route."""
     of_heads = {"head": "values", "query": "queries", "key": "keys", "gate": "gates"}
     if sublayer.kind in of_heads:
         return f"{'cross ' * sublayer.is_cross}{of_heads[sublayer.kind]}"
@@ -724,12 +716,12 @@ def _route(sublayer: Sublayer) -> str:
 
 
 def _dot(g: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch"]:
-    """⟨g, x⟩; `x` may be one vector for all positions, or a bias that is zero."""
+    """Return ⟨g, x⟩; `x` may be one vector for all positions, or a bias that is zero."""
     return (upcast(g) * x).sum((-2, -1))
 
 
 def _stacked(cuts: Sequence[_Cut]) -> Float[Tensor, "query batch layer head route"]:
-    """Each head's share of its routes; a layer with fewer heads, as the end with none, is zero there."""
+    """Stack each head's share of its routes, zero where a layer has fewer heads or, at the end, none."""
     most = max((share.shape[-1] for cut in cuts for share in cut.by_head.values()), default=0)
     none = torch.zeros_like(cuts[0].by_route["direct"])[..., None].expand(-1, -1, most)
     layers: list[Tensor] = []

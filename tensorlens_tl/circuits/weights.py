@@ -2,26 +2,27 @@
 
 Vectors are rows: an OV circuit maps a source's stream x to ``x W_V W_O``, a QK circuit gives the score
 ``x_query W_Q R W_Kᵀ x_key`` (without the factor 1/√d_head; R rotates by the distance between the two). With
-grouped-query attention a head is a query head, and its values and keys are those of the group it belongs to.
+grouped-query attention a head is a query head, with the values and keys of its group.
 
-Functions take a model or a `FrozenPass`. Folding, and every question about scores, needs to know how a block is put
-together: a model is frozen on a few tokens for that, so who asks often passes a pass.
+Functions take a model or a `FrozenPass`. Folding, and everything about scores, needs the block's layout, for which a
+model is frozen on a few tokens; pass a `FrozenPass` to avoid doing so repeatedly.
 
-With ``fold_norms=True`` the gain and the centring of the norm that feeds the head are folded into what it reads (and
-the gains of the head's query and key norms, and a norm after the sublayer into what it writes); the norm's shift
-would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream
-itself (post-LN) belong to no head.
+With ``fold_norms=True`` the gain and the centring of the norm before the head are folded into the weights that read the
+stream (and the gains of the head's query and key norms, and a norm after the sublayer into the output weights). The
+norm's shift would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the
+residual stream itself (post-LN) belong to no head.
 
-Of an encoder–decoder the heads of both stacks are read, and with ``cross=True`` those of cross-attention. Their keys
-and values read the encoder's output, so the norm that is folded into these is the one after the encoder's last block.
+In an encoder–decoder the heads of both stacks are available, and with ``cross=True`` those of cross-attention. Their
+keys and values read the encoder's output, so the norm that is folded into these is the one after the encoder's last
+block.
 
-Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
+Adapters (peft's LoRA and the like) are included in the weights; returned matrices name them in `adapters`.
 
-Circuits are read as tokens by eigenvalues, copying scores and singular directions. How much heads of later layers read
-from heads of earlier ones: the composition score of an earlier head's OV circuit A and a later head's circuit B is
-‖AB‖_F / (‖A‖_F ‖B‖_F), with B the later head's OV circuit (V-composition), its QK circuit (Q-composition) or its
-transpose (K-composition). With ``A = V₁O₁`` and ``B = r₂l₂`` (reading and other side) the norm needs d_head × d_head
-matrices only: ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · Cᵀ)``, ``C = O₁r₂``; so no d_model × d_model matrix is ever formed.
+Eigenvalues, copying scores and singular directions interpret circuits as tokens. Composition scores measure how much
+heads of later layers read from heads of earlier ones: for an earlier head's OV circuit A and a later head's circuit B,
+the score is ‖AB‖_F / (‖A‖_F ‖B‖_F), with B the later head's OV circuit (V-composition), its QK circuit (Q-composition)
+or its transpose (K-composition). With ``A = V₁O₁`` and ``B = r₂l₂`` (reading and other side) the norm needs only
+d_head × d_head matrices: ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · Cᵀ)``, ``C = O₁r₂``; no d_model × d_model matrix is formed.
 """
 
 import re
@@ -56,11 +57,11 @@ HeadMatrix = Float[Tensor, "*head d_model d_head"]
 
 
 class LayerWeights(NamedTuple):
-    """Weights by query head, of one layer or of several, folded and rotated as the options say.
+    """Weights by query head, of one layer or of several, folded and rotated according to the options.
 
     Attributes:
         V, O: of values and outputs.
-        Q, K: of queries, the rotation inside, and of keys; None where only OV is read.
+        Q, K: of queries, with the rotation, and of keys; None where only OV is read.
     """
 
     V: Float[Tensor, "*layer head d_model d_head"]
@@ -70,7 +71,7 @@ class LayerWeights(NamedTuple):
 
     @classmethod
     def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, *, cross: bool = False) -> "LayerWeights":
-        """Values and outputs of a layer; folding needs a pass, which knows how the block is put together."""
+        """Read the values and outputs of a layer; folding needs a pass, for the block's layout."""
         block = readable_view(source).blocks[layer]
         weights = block.require_cross_attention() if cross else block.require_plain_attention()
         group = weights.heads // weights.kv_heads
@@ -83,7 +84,7 @@ class LayerWeights(NamedTuple):
     def with_scores(
         cls, frozen: FrozenPass, layer: int, fold_norms: bool, offset: int | None, *, cross: bool = False
     ) -> "LayerWeights":
-        """The same with queries and keys."""
+        """Read a layer's weights including queries and keys."""
         block = frozen.view.blocks[layer]
         weights = block.cross_query_key if cross else block.query_key
         reading = score_reading(frozen, layer, cross=cross)
@@ -101,9 +102,9 @@ class LayerWeights(NamedTuple):
 def _norms(
     source: ModelView | FrozenPass, layer: int, fold_norms: bool, cross: bool
 ) -> tuple[NormWeights | None, NormWeights | None, NormWeights | None]:
-    """The norms of a layer's attention that are to be folded, None for none: before queries, before values, and after.
+    """Return the norms to fold for a layer's attention, None for none: before queries, before values, and after.
 
-    Keys are read after that of values: in cross-attention the one after the encoder's last block.
+    Keys read through the norm before values: in cross-attention the one after the encoder's last block.
     """
     if not fold_norms or not isinstance(source, FrozenPass):
         return None, None, None
@@ -116,7 +117,7 @@ def _norms(
 
 
 def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMatrix:
-    """Query weights times R(query − key)."""
+    """Return query weights times R(query − key)."""
     if reading.rotation is None:
         return Q
     if offset is None:
@@ -129,7 +130,7 @@ def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMa
 
 
 def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
-    """Weights that read the stream, with the gain and centring of the norm before them inside."""
+    """Fold the gain and centring of the norm before them into weights that read the stream."""
     if norm is None:
         return W
     if norm.gain is not None:
@@ -140,7 +141,7 @@ def _reading(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
 
 
 def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
-    """Weights that write to the stream, with the centring and gain of the norm after them inside."""
+    """Fold the centring and gain of the norm after them into weights that write to the stream."""
     if norm is None:
         return W
     if norm.centre:
@@ -151,7 +152,7 @@ def _writing(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
 
 
 def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
-    """Query or key weights with the gain of the norm after them, per head or over all of them."""
+    """Fold the gain of the norm after query or key weights into them, per head or over all of them."""
     if norm is None or norm.gain is None:
         return W
     if norm.gain.numel() == W.shape[-1]:
@@ -160,7 +161,7 @@ def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
 
 
 def stream_unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_vocab"]:
-    """W_U as it reads the stream: with the final norm's gain and centring inside, where they are to be folded.
+    """Return W_U as it reads the stream, with the final norm's gain and centring folded in where requested.
 
     Raises:
         UnsupportedModelError: a model that predicts no tokens, or has a head with an activation before W_U.
@@ -179,21 +180,21 @@ def stream_unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_mo
 
 
 def refuse_whitened(view: ModelView, what: str) -> None:
-    """Refuse to multiply a head's matrices with another part's where whitening stands between the two.
+    """Reject products of a head's matrices with another part's in a model that whitens the stream between the two.
 
     Raises:
         UnsupportedModelError: the model is whitened.
     """
     if view.is_whitened:
         raise UnsupportedModelError(
-            f"{what}: {view.description} is whitened, so between a head and what it reads or is read by stands a "
-            "recursion over positions, which no product of two weight matrices holds. Use what takes a frozen pass: "
-            "logit_attribution, paths, contribution_graph."
+            f"{what}: {view.description} is whitened: between a head and the parts that it reads from or writes to "
+            "stands a recursion over positions, which is not in any product of weight matrices. Use functions of a "
+            "frozen pass: logit_attribution, paths, contribution_graph."
         )
 
 
 def readable_view(model: WeightsLike) -> ModelView:
-    """The reading of a model, or of a pass's model, which may be an encoder–decoder."""
+    """Return the view of a model, or of a pass's model, which may be an encoder–decoder."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
         model = model.view
@@ -203,36 +204,31 @@ def readable_view(model: WeightsLike) -> ModelView:
 
 
 def as_view(model: WeightsLike, what: str = "the weights of heads") -> ModelView:
-    """The reading of a model, or of a pass's model, whose heads are those of one stack.
-
-    Args:
-        model: what is read.
-        what: the subject of a refusal.
-    """
+    """Return the view of a model with a single stack; `what` is the subject of the error for others."""
     view = readable_view(model)
     view.refuse_encoder_decoder(what)
     return view
 
 
 def pass_if_folding(model: WeightsLike, fold_norms: bool) -> ModelView | FrozenPass:
-    """What weights are read from: folding needs a pass, which knows how the blocks are put together."""
+    """Return the source of weights: folding needs a pass, for the blocks' layouts."""
     if fold_norms:
         return as_pass(model)
     return readable_view(model)
 
 
 def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
-    """A pass long enough for a distance between two tokens: the one given, or one on tokens of no meaning.
+    """Return a pass long enough for a distance between two tokens: the given one, or one on arbitrary tokens.
 
     Raises:
-        InvalidInputError: the offset is no integer, or does not fit into the context; or hooks on the model do not run
+        InvalidInputError: the offset is not an integer, or does not fit into the context; or hooks on the model fail
             on so few tokens.
     """
     view = readable_view(model)
     if offset is not None:
         most = view.n_ctx - 1
         offset = whole_number("offset", offset, -most, most, why=f"within the context of {view.n_ctx} tokens")
-    length = min(1 + max(2, abs(offset or 0)), view.n_ctx)  # three settle how a layer is put together
+    length = min(1 + max(2, abs(offset or 0)), view.n_ctx)  # three tokens determine a layer's layout
     if isinstance(model, FrozenPass) and min(model.sides or model.tokens.shape[1:]) >= length:
         return model
     tokens = torch.arange(length)[None] % view.d_vocab
@@ -244,14 +240,14 @@ def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
         if isinstance(error, TensorLensError) or not hooks:
             raise
         raise InvalidInputError(
-            f"the hooks on this {view.description} (at {', '.join(hooks[:4])}) do not run on {length} tokens, by which "
-            f"it is read how its attention scores are made: {type(error).__name__}: {error}. Pass a frozen pass of a "
-            "prompt that they fit, or take them off."
+            f"the hooks on this {view.description} (at {', '.join(hooks[:4])}) do not run on {length} tokens, needed "
+            f"to find out how attention scores are computed: {type(error).__name__}: {error}. Pass a frozen pass of "
+            "a prompt that they fit, or remove them."
         ) from error
 
 
 def factored(A: Tensor, B: Tensor, adapters: Sequence[str] = ()) -> "FactoredMatrix":
-    """A·B as TransformerLens' own type, in the wider dtype of the two; its `adapters` names those that are in it."""
+    """Return A·B as TransformerLens' type, in the wider dtype of the two, with the names of its `adapters`."""
     from transformer_lens import FactoredMatrix
 
     wide = torch.promote_types(A.dtype, B.dtype)
@@ -261,7 +257,7 @@ def factored(A: Tensor, B: Tensor, adapters: Sequence[str] = ()) -> "FactoredMat
 
 
 def circuit_adapters(matrix: "FactoredMatrix") -> tuple[str, ...]:
-    """The names of the adapters that are in a circuit."""
+    """Return the names of the adapters in a circuit."""
     return vars(matrix).get("adapters", ())
 
 
@@ -272,16 +268,16 @@ def circuit_adapters(matrix: "FactoredMatrix") -> tuple[str, ...]:
 def ov(
     model: WeightsLike, layer: Whole, head: Whole, *, cross: bool = False, fold_norms: bool = False
 ) -> "FactoredMatrix":
-    """``W_V W_O`` of one head, `[d_model, d_model]` of rank d_head.
+    """Return ``W_V W_O`` of one head, `[d_model, d_model]` of rank d_head.
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: indices of the head.
-        cross: a head of an encoder–decoder's cross-attention instead of self-attention: it maps the encoder's output
-            to the decoder's stream.
-        fold_norms: True multiplies the gain and the centring of the norm before the head into the weights (see the
-            module). False, the default, takes the weights as they are: folded already in a `HookedTransformer` that
-            was loaded with ``fold_ln``, raw in a `TransformerBridge`.
+        layer, head: which head.
+        cross: take a head of an encoder–decoder's cross-attention instead of self-attention: it maps the encoder's
+            output to the decoder's stream.
+        fold_norms: True multiplies the gain and the centring of the norm before the head into the weights (see
+            `tensorlens_tl.circuits.weights`). False, the default, uses the weights as they are: already folded in a
+            `HookedTransformer` that was loaded with ``fold_ln``, raw in a `TransformerBridge`.
 
     Raises:
         InvalidInputError: no such layer or head.
@@ -305,14 +301,14 @@ def qk(
     offset: Offset = None,
     fold_norms: bool = False,
 ) -> "FactoredMatrix":
-    """``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, rows for the query.
+    """Return ``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, with queries as rows.
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: indices of the head.
-        cross: a head of cross-attention, as in `ov`: the query is of the decoder's stream, the key of the encoder's
+        layer, head: which head.
+        cross: take a head of cross-attention, as in `ov`: the query reads the decoder's stream, the key the encoder's
             output, and nothing is rotated.
-        offset: query position minus key position; needed by rotary models, of no effect in others.
+        offset: query position minus key position; required by rotary models, without effect in others.
         fold_norms: see `ov`; False by default.
 
     Raises:
@@ -334,11 +330,11 @@ def qk(
 def full_ov(
     model: WeightsLike, layer: Whole, head: Whole, *, tokens: Sequence[int] | None = None, fold_norms: bool = False
 ) -> "FactoredMatrix":
-    """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
+    """Return ``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: a head's effect on the logits for each token it reads.
 
     Args:
         model, layer, head: as in `ov`.
-        tokens: token ids whose rows are computed, `[token, d_vocab]`; those of all tokens by default.
+        tokens: token ids whose rows to compute, `[token, d_vocab]`; all tokens by default.
         fold_norms: see `ov`; False by default.
 
     Raises:
@@ -363,14 +359,14 @@ def full_ov(
 def full_qk(
     model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
 ) -> "FactoredMatrix":
-    """``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
+    """Return ``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
 
     Args:
         model, layer, head, offset: as in `qk`.
         fold_norms: see `ov`; False by default.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: as `qk`; also an embedding matrix that cannot be read.
+        InvalidInputError, UnsupportedModelError: as for `qk`; also no readable embedding.
 
     >>> tlens.circuits.full_qk(model, 0, 0, offset=1).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
     True
@@ -382,18 +378,18 @@ def full_qk(
 
 
 def _between_tokens(view: ModelView, circuit: "FactoredMatrix", last: Float[Tensor, "d_model d_vocab"]) -> Any:
-    """A circuit from the embedding of every token, with what follows it."""
+    """Return a circuit from the embedding of every token, followed by `last`."""
     return factored(product(view.embedding, circuit.A), product(circuit.B, last), _end_adapters(view, circuit))
 
 
 def _end_adapters(view: ModelView, circuit: "FactoredMatrix") -> list[str]:
-    """The adapters that are in a circuit, in the embedding or in the unembedding."""
+    """Return the adapters in a circuit, the embedding or the unembedding."""
     return sorted({*circuit_adapters(circuit), *view.end_adapters})
 
 
 @checked_names
 def virtual_head(model: WeightsLike, heads: HeadList, *, fold_norms: bool = False) -> "FactoredMatrix":
-    """The OV circuit of heads one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
+    """Return the OV circuit of heads applied one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
 
     Args:
         model: a model or a `FrozenPass`.
@@ -402,8 +398,8 @@ def virtual_head(model: WeightsLike, heads: HeadList, *, fold_norms: bool = Fals
         fold_norms: see `ov`; False by default.
 
     Raises:
-        InvalidInputError: fewer than one head, no such head, layers that do not ascend, or a head that does not read
-            what the one before writes.
+        InvalidInputError: fewer than one head, no such head, layers that do not ascend, or a head that cannot read the
+            output of the one before.
 
     >>> tlens.circuits.virtual_head(model, [(0, 1), (1, 2)]).shape
     torch.Size([128, 128])
@@ -422,7 +418,7 @@ def virtual_head(model: WeightsLike, heads: HeadList, *, fold_norms: bool = Fals
 
 
 class _Head(NamedTuple):
-    """A head of a layer, of self-attention or of cross-attention."""
+    """A head of a layer, in self-attention or cross-attention."""
 
     layer: int
     number: int
@@ -433,7 +429,7 @@ class _Head(NamedTuple):
 
 
 def _chosen_heads(heads: Any) -> list[_Head]:
-    """Heads, each as ``(layer, head)`` or by its name."""
+    """Parse heads, each given as ``(layer, head)`` or by name."""
     chosen: list[_Head] = []
     try:
         for head in heads:
@@ -451,7 +447,7 @@ def _chosen_heads(heads: Any) -> list[_Head]:
 
 
 def _check_order(view: ModelView, before: _Head, after: _Head) -> None:
-    """Raise `InvalidInputError` for a head that does not read what the one before it writes."""
+    """Raise `InvalidInputError` if a head cannot read the output of the one before it."""
     of_encoder = [head.layer < view.encoder_layers for head in (before, after)]
     if after.cross and not of_encoder[0]:
         raise InvalidInputError(
@@ -460,8 +456,8 @@ def _check_order(view: ModelView, before: _Head, after: _Head) -> None:
         )
     if not after.cross and of_encoder[0] and not of_encoder[1]:
         raise InvalidInputError(
-            f"virtual_head: {after} does not read what {before} writes: between encoder and decoder stands a head of "
-            "cross-attention."
+            f"virtual_head: {after} does not read what {before} writes: only heads of cross-attention lead from the "
+            "encoder to the decoder."
         )
     if after.layer <= before.layer:
         raise InvalidInputError(
@@ -476,13 +472,13 @@ def _check_order(view: ModelView, before: _Head, after: _Head) -> None:
 def ov_eigenvalues(
     model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False
 ) -> Complex[Tensor, "d_head"]:
-    """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them.
+    """Return the non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress.
 
     Args:
         model, layer, head: as in `ov`.
         fold_norms: see `ov`; False by default.
 
-    >>> tlens.circuits.ov_eigenvalues(model, 0, 0).shape  # d_head of them are not zero
+    >>> tlens.circuits.ov_eigenvalues(model, 0, 0).shape  # at most d_head are non-zero
     torch.Size([32])
     """
     unembedding, embedding = _square_vocabulary(as_view(model, "ov_eigenvalues"), fold_norms)
@@ -493,7 +489,7 @@ def ov_eigenvalues(
 
 @checked_names
 def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
-    """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021).
+    """Compute Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021).
 
     Args:
         model: as in `ov`.
@@ -527,17 +523,17 @@ def svd_tokens(
     fold_norms: bool = True,
     gap: Number = 1e-3,
 ) -> "pd.DataFrame":
-    """The leading singular directions of a head's OV or QK circuit, read as tokens.
+    """Interpret the leading singular directions of a head's OV or QK circuit as tokens.
 
-    A singular vector is only determined where its singular value stands apart. Directions whose neighbours differ by
-    less than `gap` (relative to the largest) are therefore read together: their tokens are those with the longest
+    A singular vector is determined only if its singular value is distinct. Directions whose neighbours differ by less
+    than `gap` (relative to the largest) are therefore read together: their tokens are those with the longest
     projection on the whole subspace, which no rotation inside it changes.
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: indices of the head.
+        layer, head: which head.
         circuit: ``"ov"`` (reads through W_E, writes through W_U) or ``"qk"`` (query and key through W_E).
-        k: how many directions, at least; a group is never cut.
+        k: how many directions, at least; a group is never split.
         top: tokens per list.
         offset: for ``"qk"`` of rotary models.
         fold_norms: see `ov`; here True by default, since tokens are read through the norms as well.
@@ -586,7 +582,7 @@ def svd_tokens(
 
 
 def _direction_groups(values: Float[Tensor, "rank"], k: int, gap: float) -> list[range]:
-    """The first k directions, those together whose singular values stand closer than the gap."""
+    """Return the first k directions, grouped where their singular values are closer than the gap."""
     groups = []
     start = 0
     while start < min(k, len(values)):
@@ -601,11 +597,11 @@ def _direction_groups(values: Float[Tensor, "rank"], k: int, gap: float) -> list
 def _token_lists(
     view: ModelView, projections: dict[str, Float[Tensor, "d_vocab direction"]], top: int
 ) -> dict[str, list[str] | None]:
-    """The tokens with the longest projection on one direction, by sign, or on a subspace, which has none."""
+    """List the tokens with the longest projection on one direction, by sign, or on a subspace, which has none."""
     lists: dict[str, list[str] | None] = {}
     *_, writes = projections.values()
     alone = writes.shape[1] == 1
-    # a direction's own sign is free: the strongest token that it writes is to be a positive one
+    # a direction's own sign is arbitrary: make the strongest token that it writes positive
     sign = -1.0 if alone and -float(writes.min()) > float(writes.max()) else 1.0
     for name, tokens in projections.items():
         strengths = sign * tokens[:, 0] if alone else tokens.norm(dim=-1)
@@ -615,7 +611,7 @@ def _token_lists(
 
 
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
-    """Unembedding and embedding of the same tokens, wide enough for eigenvalues."""
+    """Return unembedding and embedding of the same tokens, in a dtype wide enough for eigenvalues."""
     refuse_whitened(view, "copying")
     W_U = stream_unembedding(view, fold_norms)
     W_E = view.embedding
@@ -652,27 +648,27 @@ def composition_scores(
     offset: Offset = None,
     fold_norms: bool = False,
 ) -> Float[Tensor, "layer head later_layer later_head"]:
-    """Composition scores of all pairs of heads at once, zero where the second does not read what the first writes.
+    """Compute composition scores of all pairs of heads, zero where the second cannot read the first's output.
 
-    The same numbers as ``HookedTransformer.all_composition_scores``, which leaves rotation out (``offset=0``). Heads of
-    self-attention read from those of earlier layers; of an encoder–decoder, of earlier layers of their own stack.
+    The scores equal ``HookedTransformer.all_composition_scores``, which leaves rotation out (``offset=0``). Heads of
+    self-attention read from those of earlier layers; in an encoder–decoder, from earlier layers of their own stack.
 
     Args:
         model: a model or a `FrozenPass`.
         kind: ``"Q"``, ``"K"`` or ``"V"``.
-        from_cross: whether the earlier heads are those of an encoder–decoder's cross-attention; heads of its decoder
-            read what they write.
+        from_cross: whether the earlier heads are those of an encoder–decoder's cross-attention, whose outputs the
+            decoder's heads read.
         to_cross: whether the later heads are those of cross-attention: their keys and values (``"K"``, ``"V"``) read
-            what heads of the encoder write, their queries (``"Q"``) what heads of the decoder do, of self-attention in
-            the same layer as well.
-        baseline: ``"random"`` subtracts what circuits without relation score, 1/√d_model: under a random rotation U
-            between them E‖AUB‖² = ‖A‖²‖B‖²/d_model exactly.
+            the outputs of the encoder's heads, their queries (``"Q"``) those of the decoder's heads, including
+            self-attention in the same layer.
+        baseline: ``"random"`` subtracts the score of unrelated circuits, 1/√d_model: under a random rotation U between
+            them, E‖AUB‖² = ‖A‖²‖B‖²/d_model exactly.
         offset: for Q and K in rotary models, the distance query − key at which the later head is taken.
         fold_norms: see `ov`; False by default.
 
     Raises:
         InvalidInputError: no such kind or baseline; a rotary model without an offset for Q or K; a model without
-            cross-attention, or keys and values of it that would read it.
+            cross-attention, or `from_cross` with keys or values of cross-attention, which cannot read its output.
         UnsupportedModelError: layers with different numbers of heads.
         NumericalError: scores that are NaN.
 
@@ -719,7 +715,7 @@ def composition_scores(
 def _of_all_layers(
     source: ModelView | FrozenPass, kind: str, fold_norms: bool, offset: int | None, cross: bool
 ) -> LayerWeights:
-    """The heads of all layers that have them, wide enough to be multiplied; for kind V without queries and keys.
+    """Stack the heads of all layers that have them, in a wide dtype; for kind V without queries and keys.
 
     Raises:
         UnsupportedModelError: layers with different numbers of heads.
@@ -734,7 +730,7 @@ def _of_all_layers(
             layers.append(LayerWeights.with_scores(source, number, fold_norms, offset, cross=cross))
     if len({layer.V.shape for layer in layers}) > 1:
         raise UnsupportedModelError(
-            f"{view.description}: its layers differ in their heads, which do not fit one table."
+            f"{view.description}: its layers have different numbers of heads, which do not fit one table."
         )
 
     def stacked(name: str) -> Any:
@@ -745,7 +741,7 @@ def _of_all_layers(
 
 
 def _readers(view: ModelView, layer: int, kind: str, from_cross: bool, to_cross: bool) -> list[int]:
-    """The layers whose heads read what the heads of one layer write."""
+    """Return the layers whose heads read the outputs of one layer's heads."""
     of_encoder = layer < view.encoder_layers
     if to_cross and of_encoder == (kind == "Q"):  # keys and values read the encoder, queries the decoder
         return []
@@ -763,7 +759,7 @@ def _ratios(
     reads: Float[Tensor, "later_layer later_head d_model d_read"],
     others: Float[Tensor, "later_layer later_head d_model d_read"],
 ) -> Float[Tensor, "head later_layer later_head"]:
-    """``‖AB‖ / (‖A‖ ‖B‖)`` of the heads of one layer with the circuits of some later ones, by both of their sides."""
+    """Compute ``‖AB‖ / (‖A‖ ‖B‖)`` of one layer's heads with the circuits of later ones, given by both their sides."""
     gram_v = V.mT @ V
     gram_other = others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()

@@ -1,4 +1,4 @@
-"""A model's attention in fewer parameters, and what is lost: TensorLLM and its baselines.
+"""Compressing a model's attention, and measuring what is lost: TensorLLM and its baselines.
 
 >>> import tensorlens_tl as tlens
 >>> from tensorlens_tl import compress
@@ -9,10 +9,10 @@
 
 | module | question |
 | --- | --- |
-| `heads` | how are a model's heads read, stacked and factorised; which ranks are best; do heads share a subspace? |
-| `methods` | what is left of a layer by each method, and which dense weights does that stand for? |
-| `plan` | how is a model compressed, and given back its own weights? |
-| `effect` | what did a compression take away from one prediction? |
+| `heads` | how are a layer's heads read, stacked and factorised, which ranks are best, and do heads share a subspace? |
+| `methods` | what does each method keep of a layer, and which dense weights does that stand for? |
+| `plan` | how is a model compressed, and how does it get its own weights back? |
+| `effect` | how does a compression change one prediction? |
 """
 
 from tensorlens_tl.compress.effect import CompressionEffect, Sharing, Split, compression_effect, sharing

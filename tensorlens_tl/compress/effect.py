@@ -1,26 +1,25 @@
-"""What did a compression take away from one prediction?
+"""The effect of a compression on one prediction, and how far the heads of a layer share a subspace.
 
-A layer's attention, its pattern held, is linear in its OV circuits, so that **compressed + removed = attention**
+With its pattern held, a layer's attention is linear in its OV circuits, so **compressed + removed = attention**
 exactly: the removed part is ``W_V·W_O − W_V'·W_O'`` under the same pattern. The change of a logit is then a telescoping
 sum:
 
-1. each removed part, layer by layer: what it read from the *original* model's stream, with the old patterns, ratios
-   and scales, and what became of that in the *compressed* later layers, the same things still held;
-2. then what the model computes afresh: first its patterns, then its activation ratios, then its norm scales.
+1. each removed part, layer by layer: its output given the *original* model's stream, with the old patterns, ratios and
+   scales, passed through the *compressed* later layers with the same quantities held;
+2. then what the model recomputes: first its patterns, then its activation ratios, then its norm scales.
 
-The order is a choice. Another one (compressed earlier layers and original later ones, say) shifts what two layers do
-together from one to the other; the sum is the same, and it is the model's own change. What changed in queries and keys
-shows in the patterns, a gated MLP's W_gate in the ratios.
+The order is a choice. Another one (such as compressed earlier layers and original later ones) shifts the joint effect
+of two layers from one to the other; the sum is always the model's own change. Changes in queries and keys appear in the
+patterns, and those in a gated MLP's W_gate in the ratios.
 
-Do the heads of a layer share a subspace, as TensorLLM conjectures?
+TensorLLM conjectures that the heads of a layer share a subspace. To test this, each head's circuits ``W_Q W_Kᵀ`` and
+``W_V W_O`` are scaled to norm 1, so that all heads count equally. On each of the four sides (the inputs of queries,
+keys and values, and the outputs) the energy of all heads' circuits is spread over d_model directions; the share of it
+in the best few directions measures how far the heads share them. Because it is measured on circuits, the basis inside a
+head does not matter.
 
-Each head's circuits ``W_Q W_Kᵀ`` and ``W_V W_O`` are scaled to norm 1, so that no head counts for more. On each of the
-four sides (what queries, keys and values read, what outputs write) the energy of all heads' circuits is spread over
-d_model directions; how much of it the best few directions hold says how far the heads share them. The measure is of
-circuits, so that the basis inside a head does not matter.
-
-What is large by itself? With ``baseline="random"`` every head keeps its own singular values and gets random directions:
-what heads would share by chance.
+As a reference, ``baseline="random"`` keeps every head's singular values but draws random directions, which shows what
+heads would share by chance.
 """
 
 from collections.abc import Mapping
@@ -56,11 +55,11 @@ from tensorlens_tl.passes import Capture, FrozenPass, PassLike, check_pass, mlp_
 from tensorlens_tl.results import Terms
 
 SETTLED = ("patterns", "ratios", "scales")
-"""What a model computes afresh with other weights, in the order in which it is counted."""
+"""What a model recomputes with other weights, in the order of the sum."""
 
 
 class Split(NamedTuple):
-    """A sublayer with compressed weights, and what the compression removed; the sum of both maps is the sublayer."""
+    """A sublayer with compressed weights, and what the compression removed; the two maps sum to the sublayer."""
 
     compressed: AffineMap
     removed: AffineMap
@@ -68,12 +67,12 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompressionEffect:
-    """A frozen pass, divided by a compression.
+    """A frozen pass, split by a compression.
 
     Attributes:
         frozen: the pass of the original model.
         plan: the compression.
-        compressed: the same pass's maps (patterns, ratios, scales, activations) with the compressed weights.
+        compressed: the maps of the same pass (patterns, ratios, scales, activations) with compressed weights.
         after: the compressed model's activations on this prompt, by hook-point name.
     """
 
@@ -86,14 +85,13 @@ class CompressionEffect:
         return f"CompressionEffect({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
 
     def attention(self, layer: int) -> Split:
-        """Return one layer's attention, pattern frozen, as two maps that sum to it: the compressed one, and what was
-        removed.
+        """Return one layer's attention, pattern frozen, as two maps that sum to it: the compressed and removed parts.
 
-        What was removed is one chain, both versions of each head side by side.
+        The removed part is one chain, with both versions of each head side by side.
 
         Raises:
             InvalidInputError: no such layer.
-            FrozenModelError: the weights were changed since the pass.
+            FrozenModelError: the weights have changed since the pass.
         """
         self.frozen.check_fresh()
         pattern = self.frozen.pattern(layer)
@@ -108,11 +106,11 @@ class CompressionEffect:
         return Split(self.compressed.maps.attention(layer), removed)
 
     def mlp(self, layer: int, rule: FrozenRule = "frozen") -> Split | None:
-        """Return the same for its MLP, activation ratios frozen; None without one.
+        """Return the same for the layer's MLP, activation ratios frozen; None if it has none.
 
         Raises:
             InvalidInputError: no such layer or rule.
-            FrozenModelError: the weights were changed since the pass.
+            FrozenModelError: the weights have changed since the pass.
         """
         self.frozen.check_fresh()
         compressed = self.compressed.maps.mlp(layer, rule)
@@ -133,7 +131,7 @@ class CompressionEffect:
         return Split(compressed, mlp_chain(doubled, coefficients))
 
     def _blocks(self, layer: int) -> tuple[BlockView, BlockView]:
-        self.frozen.pattern(layer)  # checks the layer
+        self.frozen.pattern(layer)  # validates the layer
         return self.frozen.view.blocks[layer], self.compressed.view.blocks[layer]
 
     def target(
@@ -145,28 +143,28 @@ class CompressionEffect:
         direction: Float[Tensor, "..."] | None = None,
         rule: FrozenRule = "frozen",
     ) -> Terms:
-        """Explain the change of a logit by each removed head and MLP, and by what patterns, ratios and scales did then.
+        """Split the change of a logit into contributions of removed heads and MLPs, then patterns, ratios and scales.
 
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
             query: positions, by default the last; see `tensorlens_tl.passes.inputs.query_positions`.
-            rule: the rule for the MLPs that the parts go through.
+            rule: the rule for the MLPs that the parts pass through.
 
         Returns:
-            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and experts' routing),
-            ``"scales"``; their total is the model's own change, compressed − original, before any final soft cap.
-            `Terms.keys` has each head's share by the token that it read, each MLP's by its position, and NaN for the
-            last three.
+            Terms ``"L0H3"``, ``"MLP0"`` for what was compressed, ``"patterns"``, ``"ratios"`` (including experts'
+            routing) and ``"scales"``. Their total is the model's own change, compressed − original, before any final
+            soft cap. `Terms.keys` has each head's share by the token it reads, each MLP's by its position, and NaN for
+            the last three.
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
-            FrozenModelError: the weights were changed since the pass.
+            FrozenModelError: the weights have changed since the pass.
         """
         readout = stream_target(self.frozen, target, minus, direction, query, rule, one=False)
         names, keys = self._parts(readout, rule)
         settled, end = self._settled(readout, rule)
         scores = torch.cat([keys.sum(-1), settled], dim=-1)
-        nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
+        nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # not attributable to a source token
         by_key = torch.cat([keys, nowhere], dim=2)
         about = readout.fields()
         about |= {"total": end - readout.total, "target": f"change of {readout.label}"}
@@ -181,7 +179,7 @@ class CompressionEffect:
     def _parts(
         self, readout: StreamTarget, rule: FrozenRule
     ) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
-        """What the removed parts gave, through the compressed later layers."""
+        """Return the contributions of the removed parts, through the compressed later layers."""
         compressed_stream = Stream.of(self.compressed, rule, to_tokens=readout.read_at == self.frozen.points.unembed_in)
         pulled = compressed_stream.pull(readout.seed)
         names: list[str] = []
@@ -204,8 +202,7 @@ class CompressionEffect:
         return before.mlp is not after.mlp
 
     def _settled(self, readout: StreamTarget, rule: FrozenRule) -> tuple[Tensor, Float[Tensor, "batch query"]]:
-        """Return what patterns, ratios and scales do, one after the other `[query, batch, 3]`, and the model's own new
-        number.
+        """Return the successive effects of patterns, ratios and scales, `[query, batch, 3]`, and the model's new logit.
 
         Routing, gates and parts that are frozen as a whole count with the ratios.
         """
@@ -217,7 +214,7 @@ class CompressionEffect:
         whole = [ends.into for b in points.blocks for ends in (b.attention, b.mlp, b.shared, b.per_layer) if ends]
         ratios = [*(name for names in inside for name in names if name is not None), *whole]
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
-        for names in steps:  # a masked model's prediction head takes its ratios from the last output
+        for names in steps:  # a masked model's prediction head computes its ratios from the final output
             activations |= {name: self.after[name] for name in names}
             end = Stream.of(self._at(activations), rule, to_tokens=readout.read_at == points.unembed_in).x[-1]
             values.append((upcast(readout.seed) * end).sum((-2, -1)))
@@ -227,13 +224,13 @@ class CompressionEffect:
         return settled, (states * readout.vectors).sum(-1) + readout.constant
 
     def _at(self, activations: Mapping[str, Tensor]) -> FrozenPass:
-        """The compressed weights at some activations."""
+        """Return a pass of the compressed weights at other activations."""
         return _with_capture(self.compressed, replace(self.compressed.capture, activations=dict(activations)))
 
 
 @checked_names
 def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
-    """Divide a frozen pass into what a compression removes and what it leaves.
+    """Split a frozen pass into what a compression removes and what it keeps.
 
     Runs the compressed model once on the pass's prompt.
 
@@ -245,27 +242,27 @@ def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
     True
 
     Args:
-        frozen: a pass of the model that the plan was made for.
+        frozen: a pass of the model that was compressed.
         plan: from `tensorlens_tl.compress.plan`.
 
     Raises:
-        InvalidInputError: no pass or plan, or a plan of another model.
+        InvalidInputError: not a pass or plan, or a plan for another model.
         UnsupportedModelError: a layer of the model has no attention.
-        FrozenModelError: the weights or the hooks on the model were changed since the pass, or one is attached.
+        FrozenModelError: the weights or hooks have changed since the pass, or frozen hooks are attached.
     """
     check_pass(frozen)
     if not isinstance(plan, Plan):
-        raise InvalidInputError(f"plan: pass what compress.plan gave, got {type(plan).__name__}.")
+        raise InvalidInputError(f"plan: pass a plan from compress.plan, not a {type(plan).__name__}.")
     if plan.model is not frozen.model:
-        raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
+        raise InvalidInputError(f"plan: it was made for {plan.description}, but this pass is of another model.")
     for block in frozen.view.blocks:
-        require_attention_alone(block)  # before any work: patterns of every layer are settled
+        require_attention_alone(block)  # checked first, since patterns of every layer are needed
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:
         raise FrozenModelError(
-            "compression_effect: hooks were put on the model or taken off since this pass was frozen, so that the "
-            "compressed run would be of another model. Freeze again."
+            "compression_effect: hooks were put on the model or taken off since this pass was frozen, so the "
+            "compressed run would not be comparable. Freeze again."
         )
     with unheld_run(frozen.model), torch.no_grad(), plan.applied():
         after, _ = capture(frozen.model, frozen.inputs, frozen.points.captured, calls=frozen.points.calls)
@@ -274,14 +271,14 @@ def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
 
 
 def _with_capture(frozen: FrozenPass, capture: Capture) -> FrozenPass:
-    """A pass at other activations or with other weights; its gates are compared in the pass itself."""
+    """Return a pass with other activations or weights; its gates are compared within the pass itself."""
     other = frozen.with_capture(capture)
     other.maps.cache.gates.update(range(frozen.n_layers))
     return other
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Two versions beside each other; None where there is none."""
+    """Concatenate two versions side by side; None if there is none."""
     if first is None or second is None:
         return None
     return torch.cat([first, second], dim=-1)
@@ -292,14 +289,14 @@ def _by_head(weight: Float[Tensor, "*rows width"], heads: int) -> Float[Tensor, 
 
 
 def _beside(first: Tensor, second: Tensor) -> Float[Tensor, "*rows width"]:
-    """Two versions of each head side by side, heads in a row."""
+    """Put two versions of each head side by side, with heads in a row."""
     return torch.cat([first, second], dim=-1).flatten(-2)
 
 
 def _by_key(
     sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], g: Float[Tensor, "query batch pos d_model"]
 ) -> Float[Tensor, "query batch node key"]:
-    """What each node gives along `g` by the token it reads: a head's source token, an MLP's own position."""
+    """Return each node's contribution along `g` by the token it reads: a head's source token, an MLP's own position."""
     cotangent = sublayer.write.pull(g)
     if sublayer.is_attention:
         return token_pairs(sublayer, x, cotangent).sum(-2)
@@ -323,11 +320,12 @@ class Sharing:
 
     Attributes:
         energy: the share of the energy of all heads' circuits, each of norm 1, in the best R directions, `[layer, side,
-            R − 1]`, sides as `SIDES`.
+            R − 1]`, with sides as in `SIDES`.
         chance: the mean of the same for random directions; None without a baseline.
-        similarity: cosine of every two heads' circuits, `[layer, circuit, head, head]`, circuits as `CIRCUITS`.
-        core_similarity: the same inside the best `rank` directions of both sides: of the heads' cores.
-        rank: d_head, the directions that one head can use.
+        similarity: cosine similarity between heads' circuits, `[layer, circuit, head, head]`, circuits as in
+            `CIRCUITS`.
+        core_similarity: the same within the best `rank` directions on both sides, that is, between the heads' cores.
+        rank: d_head, the number of directions that one head can use.
     """
 
     energy: Float[Tensor, "layer side rank"]
@@ -337,7 +335,7 @@ class Sharing:
     rank: int
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One row per layer and side: the share of energy in the best d_head directions, and by chance."""
+        """Return one row per layer and side: the share of energy in the best d_head directions, and by chance."""
         import pandas as pd
 
         index = pd.MultiIndex.from_product([range(len(self.energy)), SIDES], names=["layer", "side"])
@@ -359,19 +357,19 @@ def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4
     >>> shared = compress.sharing(model, draws=1)
     >>> shared
     Sharing(layers=4, d_model=128, heads=4, rank=32)
-    >>> bool(shared.energy[1, 0, 31] > shared.chance[1, 0, 31])  # what the heads of layer 1 have as queries
+    >>> bool(shared.energy[1, 0, 31] > shared.chance[1, 0, 31])  # the query inputs of layer 1
     True
 
-    Every head's circuits are scaled to norm 1 first. Rotary positions and norms of queries and keys are left out of
-    the QK circuit.
+    Every head's circuits are first scaled to norm 1. Rotary positions and norms of queries and keys are not part of the
+    QK circuit.
 
     Args:
         model: a model or a `FrozenPass`.
-        baseline: ``"random"``, or None for none.
-        draws, seed: of random directions.
+        baseline: ``"random"``, or None for no baseline.
+        draws, seed: number and seed of the random directions.
 
     Raises:
-        InvalidInputError: no such baseline, or no draws.
+        InvalidInputError: unknown baseline, or no draws.
         UnsupportedModelError: attention that cannot be read.
     """
     if baseline not in (None, "random"):
@@ -402,7 +400,7 @@ def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4
 
 
 def _unit_circuits(heads: HeadWeights) -> list[tuple[Tensor, Tensor]]:
-    """For each side, its own factor and the other one `[head, d_model, d_head]`, the circuit's norm being 1."""
+    """Return for each side its own factor and the other one, `[head, d_model, d_head]`, with circuits of norm 1."""
     sides = []
     for name in CIRCUITS:
         a, b = (factor.double() for factor in circuits(heads)[name])
@@ -420,7 +418,7 @@ def _subspace(energy: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[T
 
 
 def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tensor, "head head"]:
-    """⟨C_g, C_h⟩ / ‖C_g‖‖C_h‖ of circuits C = a·bᵀ, by their factors."""
+    """Return ⟨C_g, C_h⟩ / ‖C_g‖‖C_h‖ for circuits C = a·bᵀ, computed from their factors."""
     inner = torch.einsum("gnk,hnl,gmk,hml->gh", a, a, b, b)
     norms = inner.diagonal().clamp_min(torch.finfo(inner.dtype).tiny).sqrt()
     return inner / norms[:, None] / norms
@@ -429,9 +427,9 @@ def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tens
 def _by_chance(
     factors: list[tuple[Tensor, Tensor]], group: int, generator: torch.Generator
 ) -> Float[Tensor, "side rank"]:
-    """Return the share of energy where each head has its singular values, and random directions.
+    """Return the share of energy with each head's singular values in random directions.
 
-    Heads that share keys and values have those directions in common here too.
+    Heads that share keys and values share those directions here too.
     """
     spectra = []
     for together, (a, b) in zip((1, group, group, 1), factors, strict=True):  # sides as `SIDES`

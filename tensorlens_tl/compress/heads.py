@@ -1,20 +1,20 @@
-"""One layer's attention projections by head, as tensors: how they are stacked, and the freedom that they have.
+"""One layer's attention projections by head: stacking them as a tensor, their gauge freedom, and Tucker decompositions.
 
-No circuit sees the basis inside a head: with any invertible G, queries W_Q·G and keys W_K·G⁻ᵀ make the same scores, and
-values W_V·G with outputs G⁻¹·W_O write the same. Tucker's shared factor of that axis does see it. `in_circuit_gauge`
-moves every head to the one basis that its own circuits single out.
+A head's circuits do not depend on the basis inside the head: for any invertible G, queries W_Q·G and keys W_K·G⁻ᵀ give
+the same scores, and values W_V·G with outputs G⁻¹·W_O the same output. Tucker's shared factor of that axis does depend
+on it. `in_circuit_gauge` moves every head to the basis that its own circuits single out.
 
-The Tucker decomposition that leaves the last mode alone: shared factors, one core per entry of that mode.
+The Tucker decomposition here leaves the last mode alone: factors are shared, with one core per entry of that mode.
 
     T[i, j, k, h] ≈ Σ_abc core[a, b, c, h] · U1[i, a] · U2[j, b] · U3[k, c]
 
-TensorLLM (Eqs. 9–11) factorises the attention weights of a layer this way, with h over heads. Nothing here knows what
-the tensor means.
+TensorLLM (Eqs. 9–11) factorises the attention weights of a layer in this way, with h over heads. The decomposition is
+independent of what the tensor means.
 
 Factors come from the Gram matrix of each mode (HOSVD; De Lathauwer et al. 2000). With all of them and the whole core,
 the error of *every* choice of ranks is a partial sum of squared core entries, so one decomposition gives the whole
-table. `hooi` refines one choice (De Lathauwer et al. 2000b); each of its updates is the best factor given the others,
-so that the error never rises.
+table. `hooi` refines one choice (De Lathauwer et al. 2000b): each update is the best factor given the others, so the
+error never increases.
 """
 
 import math
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     Number = float | torch.Tensor | None
-    """A number of any kind (numpy's and torch's too), or None where another option says it."""
+    """A number of any kind (also numpy's and torch's), or None if another option is used."""
 
     Count = int | torch.Tensor | None
     """An integer of any kind."""
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     """A layer, several, a slice, or None for all."""
 
     MLPShare = float | Mapping[str, float] | None
-    """LASER's ρ for all of an MLP's matrices, or by name."""
+    """LASER's ρ, for all of an MLP's matrices or by name."""
 
     RankRule = Literal["free", "paper"]
     Layout = Literal["paper", "released"]
@@ -64,19 +64,19 @@ else:
 
 
 RULES = ("free", "paper")
-"""Which ranks are looked through: all, or TensorLLM's (r·h, r, s) only."""
+"""Which ranks are considered: all, or only TensorLLM's (r·h, r, s)."""
 CHUNK_BYTES = 64 * 2**20
-"""What a Gram matrix widens to float64 at once."""
+"""How much of a Gram matrix's input is cast to float64 at once."""
 
 ROUNDED = 1 + 1e-12
-"""Ranks reach a ratio that was computed from them, in spite of rounding."""
+"""Tolerance for rounding, so that ranks reach a ratio that was computed from them."""
 
 Ranks = tuple[int, int, int]
 Shape = tuple[int, int, int, int]
 
 
 def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
-    """R1·R2·R3·h + d·R1 + d_head·R2 + slices·R3: the numbers of core and factors.
+    """Return R1·R2·R3·h + d·R1 + d_head·R2 + slices·R3: the numbers in core and factors.
 
     >>> shape = (4096, 256, 4, 16)  # GPT-J
     >>> round(4 * 4096**2 / parameter_count(shape, (64, 4, 2)), 2)  # printed in the paper: 247.30
@@ -86,13 +86,13 @@ def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
 
 
 def paper_ranks(shape: Sequence[int], r: Count, s: Count) -> Ranks:
-    """TensorLLM's ranks (r·h, r, s), for a tensor of this shape (d_model, d_head, slices, heads).
+    """Return TensorLLM's ranks (r·h, r, s) for a tensor of this shape, (d_model, d_head, slices, heads).
 
     >>> from tensorlens_tl.compress import paper_ranks
     >>> paper_ranks((4096, 256, 4, 16), r=4, s=2)
     (64, 4, 2)
 
-    They are behind every compression ratio that the paper prints. r and s out of range raise `InvalidInputError`.
+    They reproduce every compression ratio in the paper. r and s out of range raise `InvalidInputError`.
     """
     d, width, slices, heads = shape
     r = whole_number("r", r, 1, min(width, d // heads), why=f"R1 = {heads}·r is at most {d}")
@@ -101,7 +101,7 @@ def paper_ranks(shape: Sequence[int], r: Count, s: Count) -> Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Tucker:
-    """Shared factors and a core per entry of the last mode."""
+    """A Tucker decomposition: shared factors, and a core per entry of the last mode."""
 
     core: Float[Tensor, "R1 R2 R3 h"]
     factors: tuple[Tensor, Tensor, Tensor]
@@ -113,17 +113,17 @@ class Tucker:
 
     @property
     def shape(self) -> Shape:
-        """Of the tensor that it stands for."""
+        """The shape of the tensor that it stands for."""
         first, second, third = (len(factor) for factor in self.factors)
         return first, second, third, self.core.shape[3]
 
     @property
     def parameters(self) -> int:
-        """How many numbers it holds."""
+        """The number of its parameters."""
         return parameter_count(self.shape, self.ranks)
 
     def dense(self) -> Float[Tensor, "d1 d2 d3 h"]:
-        """The tensor that it stands for.
+        """Return the tensor that it stands for.
 
         >>> tensor = torch.randn(6, 5, 4, 3)
         >>> whole = tlens.compress.sequential_hosvd(tensor, (6, 5, 4))  # nothing cut off
@@ -131,7 +131,7 @@ class Tucker:
         True
         """
         tensor = self.core
-        for mode in (2, 1, 0):  # the largest mode last
+        for mode in (2, 1, 0):  # the largest mode last, to keep intermediate results small
             tensor = mode_product(tensor, self.factors[mode], mode)
         return tensor
 
@@ -148,9 +148,9 @@ class HOSVD:
     True
 
     Attributes:
-        factors: orthonormal, directions in descending order of energy.
+        factors: orthonormal, with directions in descending order of energy.
         core: the tensor in these bases.
-        spectra: the energy ‖direction's slice of the core‖² of every mode's directions.
+        spectra: the energy of each mode's directions, ‖slice of the core‖².
     """
 
     factors: tuple[Tensor, Tensor, Tensor]
@@ -159,8 +159,7 @@ class HOSVD:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "HOSVD":
-        """Decompose a tensor `[d1, d2, d3, h]`; raises `InvalidInputError` for another number of modes, NaN, or only
-        zeros."""
+        """Decompose `[d1, d2, d3, h]`; raise `InvalidInputError` for another number of modes, NaN, or only zeros."""
         _check_tensor(tensor)
         (first, one), (second, two), (third, three) = (_directions(tensor, mode) for mode in range(3))
         factors = first.to(tensor), second.to(tensor), third.to(tensor)
@@ -171,15 +170,15 @@ class HOSVD:
 
     @property
     def shape(self) -> Shape:
-        """Of the tensor."""
+        """The shape of the tensor."""
         first, second, third, heads = self.core.shape
         return first, second, third, heads
 
     @cached_property
     def lost(self) -> Float[Tensor, "d1 d2 d3"]:
-        """The share of ‖T‖² that ranks (a+1, b+1, c+1) lose: entry [a, b, c].
+        """The share of ‖T‖² lost at ranks (a+1, b+1, c+1), at entry [a, b, c].
 
-        Summed over what is cut off, as 1 − what is left would round small errors away.
+        Summed over what is cut off, since 1 minus what remains would round small errors away.
         """
         energy = self.core.double().square().sum(3)
         energy = energy / energy.sum()
@@ -189,7 +188,7 @@ class HOSVD:
 
     @cached_property
     def counts(self) -> Int[Tensor, "d1 d2 d3"]:
-        """The parameters of every choice of ranks, laid out as `lost`."""
+        """The number of parameters for every choice of ranks, laid out as `lost`."""
         d, width, slices, heads = self.shape
         one, two, three = (torch.arange(1, n + 1, device=self.core.device) for n in (d, width, slices))
         one = one[:, None, None]
@@ -197,25 +196,24 @@ class HOSVD:
         return one * two * three * heads + d * one + width * two + slices * three
 
     def error(self, ranks: Sequence[int]) -> float:
-        """‖T − truncated‖ / ‖T‖ for these ranks; raises `InvalidInputError` where they are out of range."""
+        """Return ‖T − truncated‖ / ‖T‖ for these ranks; raise `InvalidInputError` if they are out of range."""
         a, b, c = check_ranks(self.shape, ranks)
         return math.sqrt(float(self.lost[a - 1, b - 1, c - 1]))
 
     def ratio(self, ranks: Sequence[int]) -> float:
-        """Parameters before ÷ after, for these ranks; raises `InvalidInputError` where they are out of range."""
+        """Return parameters before ÷ after for these ranks; raise `InvalidInputError` if they are out of range."""
         return math.prod(self.shape) / parameter_count(self.shape, check_ranks(self.shape, ranks))
 
     def best_ranks(self, *, ratio: Number = None, energy: Number = None, rule: RankRule = "free") -> Ranks:
-        """Return the ranks (R1, R2, R3) that lose least at a ratio, or have the fewest parameters for a share of the
-        energy.
+        """Return the ranks (R1, R2, R3) with the least loss at a ratio, or with the fewest parameters at an energy.
 
         Args:
-            ratio: parameters before ÷ after, at least.
-            energy: the share of ‖T‖² to keep, at least.
+            ratio: the least ratio of parameters before ÷ after.
+            energy: the least share of ‖T‖² to keep.
             rule: ``"free"`` or ``"paper"``, see `RULES`.
 
         Raises:
-            InvalidInputError: neither or both, no such rule, or no ranks that reach it; says what ranks can reach.
+            InvalidInputError: neither or both, unknown rule, or no ranks that reach it; says what ranks can reach.
 
         >>> whole = tlens.compress.HOSVD.of(torch.randn(8, 6, 4, 3))
         >>> whole.ratio(whole.best_ranks(ratio=2)) >= 2
@@ -246,7 +244,7 @@ class HOSVD:
         return int(a) + 1, int(b) + 1, int(c) + 1
 
     def _allowed(self, rule: RankRule) -> Bool[Tensor, "d1 d2 d3"]:
-        """Which choices of ranks a rule considers, laid out as `lost`."""
+        """Return which choices of ranks a rule allows, laid out as `lost`."""
         check_choice("rule", rule, RULES)
         allowed = torch.ones_like(self.counts, dtype=torch.bool)
         if rule == "free":
@@ -258,7 +256,7 @@ class HOSVD:
         return allowed
 
     def truncated(self, ranks: Sequence[int]) -> Tucker:
-        """Return the leading directions of every mode; raises `InvalidInputError` for ranks out of range.
+        """Keep the leading directions of every mode; raise `InvalidInputError` for ranks out of range.
 
         >>> whole = tlens.compress.HOSVD.of(torch.randn(8, 6, 4, 3))
         >>> whole.truncated((4, 3, 2)).core.shape
@@ -270,12 +268,12 @@ class HOSVD:
 
 
 def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) -> Tucker:
-    """Truncate mode by mode, each factor from what the ones before have left (Vannieuwenhoven et al. 2012).
+    """Truncate mode by mode, computing each factor from what is left (Vannieuwenhoven et al. 2012).
 
     Cheaper than `HOSVD` for a single choice of ranks.
 
     Raises:
-        InvalidInputError: not four modes, not finite, or ranks out of range.
+        InvalidInputError: not four modes, values that are not finite, or ranks out of range.
 
     >>> from tensorlens_tl import compress
     >>> compress.sequential_hosvd(torch.randn(6, 5, 4, 3), (3, 3, 2)).core.shape
@@ -292,19 +290,19 @@ def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) 
 
 
 class Refined(NamedTuple):
-    """What `hooi` returns: the decomposition, and its relative error before and after every sweep."""
+    """The result of `hooi`: the decomposition, and its relative errors before and after every sweep."""
 
     tucker: Tucker
     errors: list[float]
 
 
 def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 25, tolerance: float = 1e-9) -> Refined:
-    """Higher-order orthogonal iteration: each factor in turn becomes the best one given the others.
+    """Run higher-order orthogonal iteration: each factor in turn becomes the best one given the others.
 
     Args:
-        tensor: what is approximated.
+        tensor: the tensor to approximate.
         start: a decomposition of it with orthonormal factors, such as a truncated HOSVD.
-        sweeps: at most so many; fewer where the error falls by less than `tolerance`.
+        sweeps: the most sweeps; it stops earlier once the error falls by less than `tolerance`.
 
     Raises:
         InvalidInputError: `sweeps` below 1, or a start of another shape.
@@ -342,12 +340,12 @@ def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 
 
 
 def mode_product(tensor: Float[Tensor, "d1 d2 d3 h"], matrix: Float[Tensor, "new old"], mode: int) -> Tensor:
-    """``tensor ×_mode matrix`` (TensorLLM Eqs. 1–2)."""
+    """Return ``tensor ×_mode matrix`` (TensorLLM Eqs. 1–2)."""
     return torch.tensordot(matrix, tensor.movedim(mode, 0), dims=1).movedim(0, mode)
 
 
 def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
-    """Three ranks, each within its mode."""
+    """Return three ranks, checking each against its mode."""
     ranks = plain(ranks)
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or len(ranks) != 3:
         raise InvalidInputError(f"ranks={ranks!r}: pass three, (R1, R2, R3).")
@@ -359,7 +357,7 @@ def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
 
 
 def positive(name: str, value: Number, most: float = math.inf) -> float:
-    """A positive number of any kind (numpy's and torch's too), at most `most`."""
+    """Return a positive number of any kind (also numpy's and torch's), at most `most`."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
         if most == math.inf:
@@ -370,13 +368,13 @@ def positive(name: str, value: Number, most: float = math.inf) -> float:
 
 def _check_tensor(tensor: Tensor) -> None:
     if tensor.ndim != 4:
-        raise InvalidInputError(f"a tensor of four modes is needed, got {tuple(tensor.shape)}.")
+        raise InvalidInputError(f"a tensor with four modes is needed, got {tuple(tensor.shape)}.")
     if not bool(torch.isfinite(tensor).all()) or not bool(tensor.any()):
-        raise InvalidInputError("the tensor has values that are not finite, or none but zeros.")
+        raise InvalidInputError("the tensor has values that are not finite, or only zeros.")
 
 
 def _directions(tensor: Tensor, mode: int) -> tuple[Float[Tensor, "d d"], Float[Tensor, "d"]]:
-    """A mode's orthonormal directions, strongest first, and their energies, from its Gram matrix in float64."""
+    """Return a mode's orthonormal directions, strongest first, and their energies, from its float64 Gram matrix."""
     per_head = tensor[..., 0].numel() * 8
     gram = torch.zeros(2 * (tensor.shape[mode],), dtype=torch.float64, device=tensor.device)
     for part in tensor.split(max(1, CHUNK_BYTES // per_head), dim=3):
@@ -387,28 +385,28 @@ def _directions(tensor: Tensor, mode: int) -> tuple[Float[Tensor, "d d"], Float[
 
 
 def _after(energy: Tensor, dim: int) -> Tensor:
-    """Along one axis, the sum of what comes after each entry; of those numbers alone, so that small tails are exact."""
+    """Return along one axis the sum of all later entries, adding only those, so that small tails are exact."""
     tails = energy.flip(dim).cumsum(dim).flip(dim).narrow(dim, 1, energy.shape[dim] - 1)
     return torch.cat([tails, torch.zeros_like(energy.narrow(dim, 0, 1))], dim)
 
 
 LETTERS = "QKVO"
 LAYOUTS = ("paper", "released")
-"""What `stack_heads` splits: the heads, or d_model."""
+"""Which axis `stack_heads` splits: by head, or d_model."""
 GAUGES = (None, "circuit")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """One layer's four projections by head, outputs transposed, and the biases of the first three.
+    """One layer's four projections by head, with outputs transposed, and the biases of the first three.
 
-    Keys and values have the key-value heads of grouped attention: query head h has key head ``h // group``.
+    Keys and values have the key-value heads of grouped attention: query head h uses key head ``h // group``.
 
     Attributes:
         matrices: by letter: Q and O `[head, d_model, d_head]`, K and V `[kv, d_model, d_head]`.
-        biases: by letter, `[head, d_head]`, where there are any.
-        fixed_scores: says why the basis of queries and keys in a head is not free (rotary positions, say), or None;
-            called only where it matters.
+        biases: by letter, `[head, d_head]`, if there are any.
+        fixed_scores: returns why the basis of queries and keys in a head is not free (such as rotary positions), or
+            None; called only when needed.
         where: the layer, for messages.
     """
 
@@ -419,34 +417,34 @@ class HeadWeights:
 
     @property
     def heads(self) -> int:
-        """The query heads."""
+        """The number of query heads."""
         return len(self.matrices["Q"])
 
     @property
     def kv_heads(self) -> int:
-        """The key-value heads."""
+        """The number of key-value heads."""
         return len(self.matrices["K"])
 
     @property
     def group(self) -> int:
-        """How many query heads share a key-value head."""
+        """The number of query heads per key-value head."""
         return self.heads // self.kv_heads
 
     @property
     def parameters(self) -> int:
-        """The numbers in all four matrices; biases are never counted."""
+        """The size of all four matrices; biases are never counted."""
         return self.count(LETTERS)
 
     def count(self, letters: str) -> int:
-        """The numbers in some of the matrices."""
+        """Return the total size of some of the matrices."""
         return sum(self.matrices[letter].numel() for letter in letters)
 
     def changed(self, matrices: Mapping[str, Tensor], biases: Mapping[str, Tensor] | None = None) -> "HeadWeights":
-        """The same with other weights for some letters."""
+        """Return a copy with other weights for some letters."""
         return replace(self, matrices={**self.matrices, **matrices}, biases={**self.biases, **(biases or {})})
 
     def check_free(self, letters: str) -> None:
-        """Raise `UnsupportedModelError` where queries or keys are among the letters and their basis is not free."""
+        """Raise `UnsupportedModelError` if queries or keys are among the letters and their basis is not free."""
         if not set(letters) & set("QK"):
             return
         why = self.fixed_scores()
@@ -458,7 +456,7 @@ class HeadWeights:
 
 
 def check_letters(matrices: object) -> str:
-    """Some of Q, K, V and O, in that order."""
+    """Return some of Q, K, V and O, in that order."""
     if not isinstance(matrices, str) or not matrices or set(matrices) - set(LETTERS):
         raise InvalidInputError(f"matrices={matrices!r}: pass some of 'QKVO', such as 'VO'.")
     return "".join(letter for letter in LETTERS if letter in matrices)
@@ -471,14 +469,15 @@ def check_letters(matrices: object) -> str:
 def stack_heads(
     weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "paper"
 ) -> Float[Tensor, "d1 d2 slices h"]:
-    """The matrices of every head as one tensor (TensorLLM Eqs. 7–8): `[d_model, d_head, slices, heads]`.
+    """Stack the matrices of every head as one tensor (TensorLLM Eqs. 7–8): `[d_model, d_head, slices, heads]`.
 
-    The unit of grouped attention is the key-value group: Q and O give a slice for each of its query heads, K and V one,
-    2g + 2 in all. ``layout="released"`` is what the authors' code is reported to do instead: it views each matrix
-    `[heads·d_head, d_model]` as `[heads·d_head, heads, d_model/heads]`, which cuts d_model, not the heads.
+    In grouped attention, the heads are key-value groups: Q and O give a slice for each query head of a group, K and V
+    one, 2g + 2 in total. ``layout="released"`` follows what the authors' code is reported to do instead: it views each
+    matrix `[heads·d_head, d_model]` as `[heads·d_head, heads, d_model/heads]`, which splits d_model rather than the
+    heads.
 
     Raises:
-        InvalidInputError: no such layout, or one that these shapes do not allow.
+        InvalidInputError: unknown layout, or one that these shapes do not allow.
 
     >>> from tensorlens_tl import compress
     >>> compress.stack_heads(compress.head_weights(model, 0)).shape  # d_model d_head matrices heads
@@ -504,7 +503,7 @@ def stack_heads(
 def unstacked(
     tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: Layout, heads: int, kv_heads: int
 ) -> dict[str, Float[Tensor, "_head d_model d_head"]]:
-    """`stack_heads` undone: the matrices by letter."""
+    """Invert `stack_heads`, returning the matrices by letter."""
     if layout == "released":
         slices = zip(matrices, tensor.unbind(2), strict=True)
         return {letter: rearrange(part, "(h k) e c -> h (c e) k", h=heads) for letter, part in slices}
@@ -515,7 +514,7 @@ def unstacked(
 
 
 def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slices"]:
-    """1 / ‖slice‖, by which ``balance=True`` scales: else the largest matrices (Q and K) take most of the ranks."""
+    """Return 1 / ‖slice‖, used by ``balance=True``; otherwise the largest matrices (Q and K) take most of the ranks."""
     norms = tensor.double().square().sum((0, 1, 3)).sqrt()
     return (1 / norms.clamp_min(torch.finfo(tensor.dtype).tiny)).to(tensor)
 
@@ -525,7 +524,7 @@ def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slic
 
 @checked_names
 def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeights:
-    """Move every head into the singular basis of its own circuits, biases too; the model computes the same.
+    """Move every head, biases included, to the singular basis of its own circuits; the model's output is unchanged.
 
     >>> from tensorlens_tl import compress
     >>> before = compress.head_weights(model, 0)
@@ -535,13 +534,13 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
     True
 
     The QK circuit is ``[W_Q; b_Q]·[W_K; b_K]ᵀ``, the OV circuit ``[W_V; b_V]·W_O``; in a group, those of all its query
-    heads together. Both sides get the square root of the singular values, so that directions come in descending order
-    and cutting them off is the circuit's truncated SVD. A direction's sign, which its circuit does not fix, is taken so
-    that the sum of cubes of its query (value) side is positive. `matrices` are ``"QK"``, ``"VO"`` or both.
+    heads together. Each side gets the square root of the singular values, so that directions are in descending order
+    and truncating them gives the circuit's truncated SVD. The sign of a direction, which its circuit leaves open, is
+    chosen to make the sum of cubes on its query (value) side positive. `matrices` are ``"QK"``, ``"VO"`` or both.
 
     Raises:
-        InvalidInputError: half a circuit.
-        UnsupportedModelError: queries and keys are among them and their basis is not free.
+        InvalidInputError: only half of a circuit.
+        UnsupportedModelError: queries and keys are included, and their basis is not free.
     """
     if check_letters(matrices) not in ("QKVO", "QK", "VO"):
         raise InvalidInputError(f"matrices={matrices!r}: a circuit's basis belongs to both its matrices; use QK, VO.")
@@ -563,7 +562,7 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
 
 
 def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
-    """One side of the circuits, rows of a group's heads below each other, each with its bias as a row of its own."""
+    """Return one side of the circuits: rows of a group's heads stacked, each followed by its bias as a row."""
     matrix = weights.matrices[letter]
     if letter in weights.biases:
         matrix = torch.cat([matrix, weights.biases[letter][:, None]], dim=1)
@@ -571,7 +570,7 @@ def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
 
 
 def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
-    """``a·bᵀ`` of every head by its singular vectors, the square root of the values on either side."""
+    """Factorise ``a·bᵀ`` for every head by its SVD, with the square root of the singular values on either side."""
     qa, ra = torch.linalg.qr(a)
     qb, rb = torch.linalg.qr(b)
     u, values, vh = torch.linalg.svd(ra @ rb.mT, full_matrices=False)
@@ -579,13 +578,13 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
     right = qb @ vh.mT
     signs = torch.where(left.pow(3).sum(1, keepdim=True) < 0, -1.0, 1.0).to(a)
     roots = values.sqrt()[:, None] * signs
-    wider = (0, a.shape[-1] - values.shape[-1])  # heads wider than the stream: what no circuit can use is zero
+    wider = (0, a.shape[-1] - values.shape[-1])  # if heads are wider than the stream, directions beyond it are zero
     return torch.nn.functional.pad(left * roots, wider), torch.nn.functional.pad(right * roots, wider)
 
 
 @checked_names
 def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
-    """Return the same circuits in a random basis in every head, to see whether a method depends on it.
+    """Return the same circuits in a random basis inside every head, to test whether a method depends on it.
 
     >>> from tensorlens_tl import compress
     >>> heads = compress.head_weights(model, 0)
@@ -612,7 +611,7 @@ def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
 
 
 def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """Both factors of every query head's circuits, biases left out: ``{"QK": (W_Q, W_K), "OV": (W_V, W_Oᵀ)}``."""
+    """Return both factors of every query head's circuits without biases: ``{"QK": (W_Q, W_K), "OV": (W_V, W_Oᵀ)}``."""
     expand = {letter: len(weights.matrices["Q"]) // len(matrix) for letter, matrix in weights.matrices.items()}
     by_head = {letter: matrix.repeat_interleave(expand[letter], dim=0) for letter, matrix in weights.matrices.items()}
     return {"QK": (by_head["Q"], by_head["K"]), "OV": (by_head["V"], by_head["O"])}
@@ -620,7 +619,7 @@ def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:
 
 @checked_names
 def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
-    """Return one layer's projections by head, copied, half precision as float32; `model` may be a `FrozenPass`.
+    """Return copies of one layer's projections by head, half precision as float32; `model` may be a `FrozenPass`.
 
     >>> from tensorlens_tl import compress
     >>> compress.head_weights(model, 0).matrices["Q"].shape  # head, d_model, d_head
@@ -637,8 +636,8 @@ def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
 
 
 def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
-    """`head_weights`, with a pass of a few tokens that serves all layers and runs when it is first needed."""
-    view.blocks[layer].require_plain_attention()  # not more than four matrices
+    """Implement `head_weights`; `short_pass` gives a pass of a few tokens, shared by all layers and run on demand."""
+    view.blocks[layer].require_plain_attention()  # requires exactly four matrices
     parameters = writable(view.blocks[layer])
     matrices = {letter: _copied(parameters[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(parameters["W_O"].mT)}
     biases = {letter: _copied(parameters[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in parameters}
@@ -651,7 +650,7 @@ def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> H
 
 
 def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
-    """One layer's MLP matrices by name, copied."""
+    """Return copies of one layer's MLP matrices by name."""
     block = view.blocks[layer]
     where = f"blocks.{layer} of this {view.description}"
     if block.dense_mlp is None:
@@ -675,10 +674,10 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
 
 
 def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:
-    """Say why another basis of queries and keys would change the scores, or None.
+    """Return why another basis of queries and keys would change the scores, or None.
 
-    Decided by a pass: scores that are a plain product of queries and keys reproduce the layer's pattern
-    (`tensorlens_tl.circuits.scores`), others do not.
+    Tested on a pass: only scores that are a plain product of queries and keys reproduce the layer's pattern
+    (`tensorlens_tl.circuits.scores`).
     """
     weights = view.blocks[layer].query_key
     if weights.q_norm is not None or weights.k_norm is not None:

@@ -1,4 +1,4 @@
-"""How a layer's attention is compressed: TensorLLM's shared Tucker, and baselines under the same count of parameters.
+"""Methods that compress a layer's attention: TensorLLM's shared Tucker, and baselines with the same parameter count.
 
 | method | what is left of each layer | parameters (one query head per key-value head) |
 | --- | --- | --- |
@@ -7,8 +7,8 @@
 | `head-svd` | each head's matrices' truncated SVDs | 4·h·r·(d + d_head) |
 | `circuit-svd` | each head's truncated OV and QK circuits, as narrower heads | 4·h·r·d |
 
-A method is a function of one layer's `HeadWeights` and keyword options that returns a `Replacement`, or the changed
-`HeadWeights` themselves; any such function can be passed to `plan`.
+A method is a function of one layer's `HeadWeights` and keyword options that returns a `Replacement`, or changed
+`HeadWeights`; any such function can be passed to `plan`.
 """
 
 from abc import ABC, abstractmethod
@@ -53,16 +53,16 @@ from tensorlens_tl.compress.heads import (
 from tensorlens_tl.errors import InvalidInputError
 
 TABLES = ("biases", "left", "right", "weights")
-"""The fields of replacements that are tensors by name."""
+"""Fields of replacements that hold tensors by name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Replacement(ABC):
-    """Some weights of one layer, compressed.
+    """Compressed weights of one layer.
 
     Attributes:
         before: the number of parameters of the matrices that it replaces.
-        biases: those that move along with a basis (``"b_Q"``, ``"b_K"``, ``"b_V"``), `[head, d_head]`; never counted.
+        biases: biases that change with a basis (``"b_Q"``, ``"b_K"``, ``"b_V"``), `[head, d_head]`; never counted.
     """
 
     before: int
@@ -71,17 +71,17 @@ class Replacement(ABC):
     @property
     @abstractmethod
     def parameters(self) -> int:
-        """How many it holds, biases apart."""
+        """The number of its parameters, without biases."""
 
     @abstractmethod
     def matrices(self) -> dict[str, Tensor]:
-        """Dense weights by name: ``W_Q``, ``W_K``, ``W_V`` `[head, d_model, d_head]`, ``W_O`` `[head, d_head,
+        """Return dense weights by name: ``W_Q``, ``W_K``, ``W_V`` `[head, d_model, d_head]`, ``W_O`` `[head, d_head,
         d_model]`, ``W_in``, ``W_gate`` `[d_model, d_mlp]`, ``W_out`` `[d_mlp, d_model]`.
         """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that it replaces, biases included."""
+        """Return the names of the weights that it replaces, biases included."""
         return tuple(self.dense())
 
     @property
@@ -90,11 +90,11 @@ class Replacement(ABC):
         return self.before / self.parameters
 
     def dense(self) -> dict[str, Tensor]:
-        """Every weight that it replaces, biases included."""
+        """Return every weight that it replaces, biases included."""
         return {**self.matrices(), **self.biases}
 
     def packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its parts for a file: tensors, and facts that JSON can hold."""
+        """Return its parts for a file: tensors, and JSON-compatible facts."""
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"kind": type(self).__name__}
         for field in fields(self):
@@ -111,16 +111,16 @@ class Replacement(ABC):
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SharedTucker(Replacement):
-    """One layer's heads by factors that all of them share and a core for each (TensorLLM Eqs. 9–12).
+    """One layer's heads as factors shared by all of them and a core for each (TensorLLM Eqs. 9–12).
 
     Attributes:
-        core: `[R1, R2, R3, heads]` (key-value heads of grouped attention).
-        U1, U2, U3: the shared factors, of d_model, d_head and the slices.
-        letters: which matrices, of ``"QKVO"``.
+        core: `[R1, R2, R3, heads]` (key-value heads in grouped attention).
+        U1, U2, U3: the shared factors, for d_model, d_head and the slices.
+        letters: the matrices included, from ``"QKVO"``.
         layout: ``"paper"`` or ``"released"``.
-        heads, kv_heads: of the layer.
+        heads, kv_heads: the layer's head counts.
         error: ‖W − compressed‖ / ‖W‖ over these matrices, in the basis that was compressed.
-        sweeps: the relative error before and after every sweep of HOOI; of what was decomposed, balanced or not.
+        sweeps: the relative errors before and after every sweep of HOOI, for the tensor that was decomposed.
     """
 
     core: Float[Tensor, "R1 R2 R3 h"]
@@ -139,12 +139,12 @@ class SharedTucker(Replacement):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that it replaces, biases included."""
+        """Return the names of the weights that it replaces, biases included."""
         return (*(f"W_{letter}" for letter in self.letters), *self.biases)
 
     @property
     def tucker(self) -> Tucker:
-        """Core and factors."""
+        """Core and factors as a `Tucker`."""
         return Tucker(self.core, (self.U1, self.U2, self.U3))
 
     @property
@@ -158,7 +158,7 @@ class SharedTucker(Replacement):
         return self.tucker.parameters
 
     def matrices(self) -> dict[str, Tensor]:
-        """Dense weights by name, see `Replacement`."""
+        """Return dense weights by name, see `Replacement`."""
         parts = unstacked(self.tucker.dense(), self.letters, self.layout, self.heads, self.kv_heads)
         return named(parts)
 
@@ -169,11 +169,11 @@ class LowRank(Replacement):
     """Matrices as products of two thin ones, by name.
 
     Attributes:
-        left: `[d_model, R]` for all heads of a matrix together, `[head, d_model, R]` head by head, or the plain
-            matrix's.
-        right: its second factor, `[R, head d_head]`, `[head, R, d_head]` or the plain matrix's; without one, `left` is
-            the leading columns of the head's d_head, the others being zero.
-        widths: d_head of matrices by head; 0 for the MLP's.
+        left: the first factor, `[d_model, R]` for all heads of a matrix together, `[head, d_model, R]` head by head, or
+            a plain matrix's.
+        right: the second factor, `[R, head d_head]`, `[head, R, d_head]` or a plain matrix's; without one, `left` holds
+            the leading columns of each head's d_head, and the others are zero.
+        widths: d_head for matrices by head; 0 for those of an MLP.
         error: ‖W − compressed‖ / ‖W‖ over these matrices, in the basis that was compressed.
     """
 
@@ -188,14 +188,14 @@ class LowRank(Replacement):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The weights that it replaces, biases included."""
+        """Return the names of the weights that it replaces, biases included."""
         mlp = [name for name in self.left if self.widths[name] == 0]
         heads = [f"W_{letter}" for letter in self.left if self.widths[letter] > 0]
         return (*heads, *mlp, *self.biases)
 
     @property
     def parameters(self) -> int:
-        """The numbers in both factors of each matrix, or in the matrix itself where those are fewer."""
+        """The size of both factors of each matrix, or of the matrix itself if that is smaller."""
         return sum(self._count(name) for name in self.left)
 
     def _count(self, name: str) -> int:
@@ -206,7 +206,7 @@ class LowRank(Replacement):
         return min(left.numel() + right.numel(), left[..., 0].numel() * right.shape[-1])
 
     def matrices(self) -> dict[str, Tensor]:
-        """Dense weights by name, see `Replacement`."""
+        """Return dense weights by name, see `Replacement`."""
         by_letter: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
         for name, left in self.left.items():
@@ -226,10 +226,10 @@ class LowRank(Replacement):
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dense(Replacement):
-    """Weights as they are, by TransformerLens' names: for your own method.
+    """Plain weights by TransformerLens' names, for methods of your own.
 
     Attributes:
-        weights: the new matrices, laid out as TransformerLens has them (``W_O`` `[head, d_head, d_model]`).
+        weights: the new matrices, in TransformerLens' layout (``W_O`` `[head, d_head, d_model]`).
         count: the number of parameters in the form in which the method would store them.
     """
 
@@ -238,7 +238,7 @@ class Dense(Replacement):
 
     @classmethod
     def of(cls, old: HeadWeights, new: HeadWeights | Mapping[str, Tensor], count: int | None = None) -> "Dense":
-        """Return what a method has computed from a layer's heads.
+        """Wrap weights that a method has computed from a layer's heads.
 
         >>> from tensorlens_tl import compress
         >>> heads = compress.head_weights(model, 0)
@@ -246,12 +246,12 @@ class Dense(Replacement):
         Dense(W_O, ratio=163.8)
 
         Args:
-            old: the weights before.
-            new: the same, changed (``old.changed({"O": ...})``), or changed matrices by letter, as in `HeadWeights`.
-            count: their number of parameters, by default as before.
+            old: the original weights.
+            new: changed weights (``old.changed({"O": ...})``), or changed matrices by letter, as in `HeadWeights`.
+            count: their number of parameters; by default as before.
 
         Raises:
-            InvalidInputError: a letter that is none of Q, K, V and O, or nothing changed.
+            InvalidInputError: a letter other than Q, K, V and O, or nothing changed.
         """
         if not isinstance(new, HeadWeights):
             strange = set(new) - set(old.matrices)
@@ -272,20 +272,20 @@ class Dense(Replacement):
 
     @property
     def parameters(self) -> int:
-        """As the method counts them."""
+        """The number of parameters, as stated by the method."""
         return self.count
 
     def matrices(self) -> dict[str, Tensor]:
-        """Dense weights by name, see `Replacement`."""
+        """Return dense weights by name, see `Replacement`."""
         return dict(self.weights)
 
 
 KINDS: dict[str, type[Replacement]] = {"SharedTucker": SharedTucker, "LowRank": LowRank, "Dense": Dense}
-"""What a plan's file may hold."""
+"""The classes that a plan's file may contain."""
 
 
 def unpacked(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Replacement:
-    """`Replacement.packed` undone."""
+    """Invert `Replacement.packed`."""
     kind = KINDS[facts["kind"]]
     tables: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Any] = {name: value for name, value in facts.items() if name != "kind"}
@@ -300,7 +300,7 @@ def unpacked(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Replace
 
 
 def named(by_letter: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices by letter as TransformerLens names and lays them out: outputs are `[head, d_head, d_model]`."""
+    """Convert matrices by letter to TransformerLens' names and layout, with outputs `[head, d_head, d_model]`."""
     matrices = {f"W_{letter}": matrix for letter, matrix in by_letter.items()}
     if "O" in by_letter:
         matrices["W_O"] = by_letter["O"].mT
@@ -326,7 +326,7 @@ def tucker(
     start: Start = "hosvd",
     sweeps: Count = 0,
 ) -> SharedTucker:
-    """TensorLLM: factors that all heads share, and a core for each (Eqs. 7–14).
+    """Compress heads by TensorLLM's Tucker decomposition: factors shared by all heads, and a core for each (Eqs. 7–14).
 
     >>> from tensorlens_tl import compress
     >>> shared = compress.tucker(compress.head_weights(model, 1), ratio=2)
@@ -334,22 +334,22 @@ def tucker(
     (True, torch.Size([4, 32, 128]))
 
     Args:
-        weights: one layer's.
+        weights: one layer's heads.
         ranks: (R1, R2, R3); with ``rule="paper"`` also (r, s), which stands for (r·heads, r, s).
-        ratio: instead, the compression ratio: the ranks that lose least at it.
-        energy: instead, the share of ‖W‖² to keep (with `balance`, of the scaled slices): the fewest parameters for it.
-        rule: with `ratio` and `energy`, which ranks are considered: all (``"free"``), or TensorLLM's (r·heads, r, s)
+        ratio: instead, the compression ratio, reached with the least loss.
+        energy: instead, the share of ‖W‖² to keep (with `balance`, of the scaled slices), with the fewest parameters.
+        rule: with `ratio` and `energy`, which ranks to consider: all (``"free"``), or TensorLLM's (r·heads, r, s)
             (``"paper"``).
-        matrices: which of Q, K, V and O are stacked; the ratio counts those.
+        matrices: which of Q, K, V and O to stack; the ratio counts only those.
         layout: ``"paper"`` splits heads; ``"released"`` splits d_model, see `stack_heads`.
-        balance: scale every slice to the same norm before, and back afterwards (not in the paper).
+        balance: scale all slices to the same norm first, and back afterwards (not in the paper).
         gauge: ``"circuit"`` first applies `in_circuit_gauge` (not in the paper).
-        start: ``"hosvd"``, or ``"sequential"`` truncation, cheaper, for given ranks only.
-        sweeps: of HOOI after the truncation, at most.
+        start: ``"hosvd"``, or the cheaper ``"sequential"`` truncation, for given ranks only.
+        sweeps: the most sweeps of HOOI after the truncation.
 
     Raises:
-        InvalidInputError: not one of ranks, ratio and energy, or no ranks that reach them; no such option.
-        UnsupportedModelError: a gauge where the basis is not free.
+        InvalidInputError: not exactly one of ranks, ratio and energy; no ranks that reach them; or an unknown option.
+        UnsupportedModelError: a gauge is requested where the basis is not free.
     """
     letters = check_letters(matrices)
     sweeps = whole_number("sweeps", sweeps, least=0)
@@ -402,7 +402,7 @@ def tucker(
 
 
 def _three_ranks(tensor: Float[Tensor, "d1 d2 slices h"], ranks: RankChoice, rule: RankRule) -> Ranks:
-    """(R1, R2, R3), or TensorLLM's of (r, s)."""
+    """Return (R1, R2, R3), also from TensorLLM's (r, s)."""
     ranks = plain(ranks)
     if rule == "paper" and isinstance(ranks, list | tuple) and len(ranks) == 2:
         return paper_ranks(tensor.shape, *ranks)
@@ -418,7 +418,7 @@ def laser(
     rho: Number = None,
     matrices: str = LETTERS,
 ) -> LowRank:
-    """Each matrix, all heads together, by its truncated SVD (LASER, Sharma et al. 2024).
+    """Compress each matrix, all heads together, by its truncated SVD (LASER, Sharma et al. 2024).
 
     >>> from tensorlens_tl import compress
     >>> low_rank = compress.laser(compress.head_weights(model, 1), rank=16)
@@ -426,14 +426,14 @@ def laser(
     (torch.Size([128, 16]), torch.Size([16, 128]))
 
     Args:
-        weights: one layer's.
+        weights: one layer's heads.
         ratio: the compression ratio; all matrices get the same rank.
         rank: instead, the rank.
-        rho: instead, LASER's ρ: the share of each matrix's largest possible rank that stays.
-        matrices: which of Q, K, V and O.
+        rho: instead, LASER's ρ: the share of each matrix's largest possible rank to keep.
+        matrices: which of Q, K, V and O to compress.
 
     Raises:
-        InvalidInputError: not one of the three, or out of range.
+        InvalidInputError: not exactly one of the three, or out of range.
     """
     letters = check_letters(matrices)
     flat = {m: rearrange(weights.matrices[m], "h d k -> d (h k)") for m in letters}
@@ -444,14 +444,14 @@ def laser(
 
 @checked_names
 def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
-    """An MLP's matrices by their truncated SVDs: the other half of TensorLLM's hybrid with LASER.
+    """Compress an MLP's matrices by their truncated SVDs: the other half of TensorLLM's hybrid with LASER.
 
     Args:
         matrices: by name (``W_in``, ``W_gate``, ``W_out``).
-        rho: the share of each matrix's largest possible rank that stays; one for all, or by name, others unchanged.
+        rho: the share of each matrix's largest possible rank to keep; for all, or by name, leaving others unchanged.
 
     Raises:
-        InvalidInputError: no such matrix, or a share out of range.
+        InvalidInputError: unknown matrix, or a share out of range.
     """
     shares: dict[str, Number] = dict(rho) if isinstance(rho, Mapping) else dict.fromkeys(matrices, rho)
     strange = sorted(set(shares) - set(matrices))
@@ -464,10 +464,10 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
 
 @checked_names
 def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
-    """Each matrix of each head by its truncated SVD; arguments as in `laser`, with a rank of at most d_head.
+    """Compress each matrix of each head by its truncated SVD; arguments as in `laser`, with a rank of at most d_head.
 
     Raises:
-        InvalidInputError: not one of ratio and rank, or out of range.
+        InvalidInputError: not exactly one of ratio and rank, or out of range.
 
     >>> from tensorlens_tl import compress
     >>> compress.head_svd(compress.head_weights(model, 0), rank=8).ratio
@@ -481,15 +481,15 @@ def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, 
 
 @checked_names
 def circuit_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
-    """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases included.
+    """Compress each head's OV and QK circuits by truncated SVD: the best narrower heads, biases included.
 
     Args:
         weights, ratio, rank: as in `head_svd`.
-        matrices: ``"QKVO"``, ``"VO"`` or ``"QK"``: whole circuits.
+        matrices: ``"QKVO"``, ``"VO"`` or ``"QK"``; circuits cannot be split.
 
     Raises:
-        InvalidInputError: as `head_svd`; half a circuit.
-        UnsupportedModelError: queries and keys are among them and their basis is not free.
+        InvalidInputError: as in `head_svd`, or only half of a circuit.
+        UnsupportedModelError: queries and keys are included, and their basis is not free.
 
     >>> from tensorlens_tl import compress
     >>> compress.circuit_svd(compress.head_weights(model, 0), rank=8).ratio
@@ -517,11 +517,11 @@ METHODS: dict[str, Method] = {
     "head-svd": head_svd,
     "circuit-svd": circuit_svd,
 }
-"""The methods that `plan` knows by name."""
+"""The methods of `plan`, by name."""
 
 
 def find_method(method: Method | str) -> Method:
-    """A method by name, or the function that was passed."""
+    """Return a method by name, or the function that was passed."""
     if isinstance(method, str) and method in METHODS:
         return METHODS[method]
     if isinstance(method, str) or not callable(method):
@@ -536,7 +536,7 @@ def find_method(method: Method | str) -> Method:
 def _ranks(
     matrices: Mapping[str, Tensor], before: int, ratio: Number, rank: Count, rho: Number = None
 ) -> dict[str, int]:
-    """The rank of each matrix `[.., n, m]`."""
+    """Return the rank of each matrix `[.., n, m]`."""
     if rho is not None:
         if ratio is not None or rank is not None:
             raise InvalidInputError("ranks: pass one of ratio=, rank= and rho=.")
@@ -547,7 +547,7 @@ def _ranks(
 
 
 def _rank(per_rank: Mapping[str, int], most: int, before: int, ratio: Number, rank: Count) -> int:
-    """One rank for all matrices, as passed or the largest that reaches a ratio."""
+    """Return one rank for all matrices: as passed, or the largest that reaches a ratio."""
     if (ratio is None) == (rank is None):
         raise InvalidInputError("ranks: pass one of ratio= and rank= (or, for LASER, rho=).")
     if rank is not None:
@@ -567,7 +567,7 @@ def _at_least_one(ratio: Number) -> float:
 
 
 def _share(rho: Number, matrix: Tensor, name: str = "rho") -> int:
-    """LASER's ρ as a rank."""
+    """Convert LASER's ρ to a rank."""
     return max(1, int(positive(name, rho, most=1.0) * min(matrix.shape[-2:]) * ROUNDED))
 
 
@@ -587,7 +587,7 @@ def _low_rank(matrices: Mapping[str, Tensor], ranks: Mapping[str, int], widths: 
 
 
 def _relative(energy_loss: float, matrices: Mapping[str, Tensor]) -> float:
-    """√(lost / ‖W‖²), 0 where there was nothing to lose."""
+    """Return √(lost / ‖W‖²), or 0 if there was nothing to lose."""
     energy = sum(float(matrix.double().square().sum()) for matrix in matrices.values())
     if energy == 0:
         return 0.0
@@ -595,5 +595,5 @@ def _relative(energy_loss: float, matrices: Mapping[str, Tensor]) -> float:
 
 
 def _moved_biases(weights: HeadWeights, moved: HeadWeights) -> dict[str, Tensor]:
-    """The biases that a change of basis took along, by TransformerLens' names."""
+    """Return the biases that a change of basis affects, by TransformerLens' names."""
     return {f"b_{m}": bias for m, bias in moved.biases.items() if bias is not weights.biases[m]}

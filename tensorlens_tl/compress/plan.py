@@ -1,7 +1,7 @@
-"""A plan: which weights of a model become which others, to be tried, copied, saved, or taken apart.
+"""Plans: compressed weights for some layers of a model, which can be applied temporarily, copied, saved and combined.
 
-A plan holds the compressed factors of each layer. ``with plan.applied():`` gives the model the weights that they stand
-for; they are dense while a model runs, and so is ``plan.copied()``: what is small is the plan, and its file.
+A plan holds the compressed factors of each layer. ``with plan.applied():`` gives the model the corresponding weights.
+These are dense while the model runs, and so is ``plan.copied()``; only the plan and its file are small.
 """
 
 import inspect
@@ -40,11 +40,10 @@ from tensorlens_tl.results.storage import read as read_file, write as write_file
 
 @checked_names
 def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
-    """TensorLLM's compression of one layer of a model or `FrozenPass`; options are those of
-    `tensorlens_tl.compress.tucker`.
+    """Compress one layer of a model or `FrozenPass` by TensorLLM; options as for `tensorlens_tl.compress.tucker`.
 
     Raises:
-        InvalidInputError: no such layer, and what `tensorlens_tl.compress.tucker` raises.
+        InvalidInputError: no such layer, or whatever `tensorlens_tl.compress.tucker` raises.
         UnsupportedModelError: attention that cannot be read, or a gauge where the basis is not free.
     """
     return tucker(head_weights(model, layer), **options)
@@ -59,7 +58,7 @@ def plan(
     mlp: MLPShare = None,
     **options: Any,
 ) -> "Plan":
-    """Compress the attention of some layers, and with `mlp` their MLPs by LASER as well (TensorLLM's hybrid).
+    """Compress the attention of some layers and, with `mlp`, their MLPs by LASER (TensorLLM's hybrid).
 
     >>> from tensorlens_tl import compress
     >>> plan = compress.plan(model, [1, 2], method="circuit-svd", ratio=2)
@@ -72,22 +71,22 @@ def plan(
     >>> torch.equal(model(text), before)  # the old weights are back
     True
 
-    The model is not changed: see `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
-    compresses; `Plan.ratio` counts all that the plan replaces, MLPs included.
+    The model is not changed until `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
+    compresses; `Plan.ratio` counts everything that the plan replaces, MLPs included.
 
     Args:
         model: a model, or a `FrozenPass`.
         layers: a layer, several, a slice, or None for all.
         method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that returns a `Replacement`
-            or changed `HeadWeights`; or None, where only MLPs are compressed.
-        mlp: LASER's ρ for MLP matrices, the share of each one's rank that stays, or ρ by name (``{"W_in": 0.1}``).
-        options: the method's, such as ``ratio=4``.
+            or changed `HeadWeights`; or None to compress only MLPs.
+        mlp: LASER's ρ for the MLP matrices (the share of each one's rank to keep), or ρ by name (``{"W_in": 0.1}``).
+        options: the method's options, such as ``ratio=4``.
 
     Raises:
         InvalidInputError: no such layer, method or option, or a ratio that cannot be reached.
         NumericalError: NaN or Inf in a weight.
-        UnsupportedModelError: attention that cannot be read or written, quantised weights, weights that two blocks
-            share, or a gauge where the basis is not free.
+        UnsupportedModelError: attention that cannot be read or written, quantised weights, weights shared between
+            blocks, or a gauge where the basis is not free.
     """
     view = as_view(model)
     chosen = _chosen(view, layers)
@@ -137,7 +136,7 @@ def _compressed(method: Method, weights: HeadWeights, options: Mapping[str, obje
 
 
 def _check_parts(view: ModelView, layer: int, parts: Sequence[Replacement]) -> None:
-    """Refuse weights of somebody's method that the model does not have, before anybody applies them."""
+    """Raise for weights from a custom method that do not fit the model, before they are applied."""
     parameters = writable(view.blocks[layer])
     for part in parts:
         if KINDS.get(type(part).__name__) is not type(part) or isinstance(part, Dense):
@@ -147,14 +146,14 @@ def _check_parts(view: ModelView, layer: int, parts: Sequence[Replacement]) -> N
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Compressed weights of some layers of one model.
+    """Compressed weights for some layers of one model.
 
     Attributes:
-        model: the model that they are for.
-        layers: what replaces the weights of each layer.
-        fingerprints: of the weights that are replaced, by layer.
-        method, options: of the compression.
-        description: of the model.
+        model: the model they are for.
+        layers: the replacements for the weights of each layer.
+        fingerprints: fingerprints of the replaced weights, by layer.
+        method, options: how they were computed.
+        description: the model's description.
     """
 
     model: HookedModel
@@ -169,18 +168,18 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """Method and options, but for the ratio."""
+        """Method and options, except the ratio."""
         settings = [f"{name}={value!r}" for name, value in self.options.items() if name != "ratio"]
         return " ".join([self.method, *(text.removesuffix("=True") for text in settings)])
 
     @property
     def before(self) -> int:
-        """The parameters of the matrices that it replaces."""
+        """The number of parameters of the matrices that it replaces."""
         return sum(part.before for parts in self.layers.values() for part in parts)
 
     @property
     def parameters(self) -> int:
-        """The parameters of what replaces them."""
+        """The number of parameters of the replacements."""
         return sum(part.parameters for parts in self.layers.values() for part in parts)
 
     @property
@@ -189,17 +188,17 @@ class Plan:
         return self.before / self.parameters
 
     def weights(self) -> dict[int, dict[str, Tensor]]:
-        """The dense weights by layer and TransformerLens' name."""
+        """Return the dense weights by layer and TransformerLens name."""
         return {
             layer: {name: weight for part in parts for name, weight in part.dense().items()}
             for layer, parts in self.layers.items()
         }
 
     def __add__(self, other: "Plan") -> "Plan":
-        """Join plans of different layers, or of different weights of the same ones.
+        """Combine plans for different layers, or for different weights of the same layers.
 
         Raises:
-            InvalidInputError: plans of different models, or of the same weights.
+            InvalidInputError: plans for different models, or for the same weights.
         """
         if not isinstance(other, Plan) or other.model is not self.model:
             raise InvalidInputError("plan: only plans of the same model can be added.")
@@ -217,11 +216,10 @@ class Plan:
     # ------------------------------------------------------------------ applying
 
     def check_fits(self, model: ModelLike | None = None) -> ModelView:
-        """Return the view of its model or another; raise `InvalidInputError` for other weights than those that were
-        compressed.
+        """Return a view of its model or another; raise `InvalidInputError` unless the weights are those compressed.
 
-        Numbers of every row and column of every head are compared; a single changed number may go unnoticed. Wider
-        floats with the same numbers are the same weights.
+        Numbers from every row and column of every head are compared; a single changed number may go unnoticed. Casting
+        to a wider float type does not change the weights.
         """
         if model is None:
             model = self.model
@@ -230,24 +228,24 @@ class Plan:
             fits = layer < view.n_layers and _fingerprint(view, layer, parts) == self.fingerprints[layer]
             if not fits:
                 raise InvalidInputError(
-                    f"plan: it is for {self.description}, and blocks.{layer} of this {view.description} has "
+                    f"plan: it was made for {self.description}, and blocks.{layer} of this {view.description} has "
                     "other weights (another model, weights processed or cast since, or a plan that is applied "
-                    "already). Make a plan of this model."
+                    "already). Make a plan for this model."
                 )
         return view
 
     @contextmanager
     def applied(self) -> Generator[HookedModel, None, None]:
-        """Inside, the model has the compressed weights; the old ones return bit for bit, also on an exception.
+        """Give the model the compressed weights inside the context; old ones return bit for bit, also on an exception.
 
         Passes that were frozen before are invalid inside, and valid again afterwards. The model's lock is held: leave
-        the block in the thread that entered it. A model that is cast or moved inside has its old weights, cast or
-        moved, afterwards.
+        the context in the thread that entered it. If the model is cast or moved inside, its restored weights are cast
+        or moved likewise.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.
-            FrozenModelError: a frozen pass is attached; or afterwards, if weights were changed inside (a state dict
-                loaded, weights processed), which stay so.
+            FrozenModelError: a frozen pass is attached; or on exit, if weights were changed inside (a state dict
+                loaded, weights processed), which then stay.
             UnsupportedModelError: weights that cannot be written.
         """
         with lock_of(self.model):
@@ -257,7 +255,7 @@ class Plan:
                 yield self.model
 
     def copied(self) -> HookedModel:
-        """Return a copy of the model with the compressed weights, dense: as large and as fast as the model.
+        """Return a copy of the model with the compressed weights in dense form, as large and as fast as the model.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.
@@ -277,7 +275,7 @@ class Plan:
             raise UnsupportedModelError(f"a copy of {view.description} shares its weights. Use plan.applied().")
         write(other_view, self.weights())
         try:
-            as_pass(other_view)  # proves every block against what the copy computes
+            as_pass(other_view)  # proves every block against the copy's own output
         except TensorLensError as error:
             raise UnsupportedModelError(
                 f"a copy of {view.description} does not run on its own weights. Use plan.applied()."
@@ -290,7 +288,7 @@ class Plan:
         """Write the compressed factors to one safetensors file.
 
         Raises:
-            InvalidInputError: no such folder, or a replacement of your own class.
+            InvalidInputError: no such folder, or a replacement of a custom class.
         """
         tensors: dict[str, Tensor] = {}
         facts: list[Any] = []
@@ -318,9 +316,9 @@ class Plan:
         """Read a file that `save` wrote, for its model.
 
         Raises:
-            FileFormatError: not such a file, damaged or changed since, or from a newer version.
+            FileFormatError: not such a file, or one that is damaged, was changed, or comes from a newer version.
             InvalidInputError: a model with other weights.
-            OSError: there is no such file.
+            OSError: the file does not exist.
         """
         tensors, about = read_file(path, "Plan", None)
         view = as_view(model)
@@ -348,7 +346,7 @@ class Plan:
 
 
 def _chosen(view: ModelView, layers: Layers) -> list[int]:
-    """The numbers of the layers, in order; they need not be consecutive."""
+    """Return the numbers of the layers, in order; they need not be consecutive."""
     layers = plain(layers)
     count = view.n_layers
     if layers is None:
@@ -365,7 +363,7 @@ def _chosen(view: ModelView, layers: Layers) -> list[int]:
 
 
 def _fingerprint(view: ModelView, layer: int, parts: Sequence[Replacement]) -> str:
-    """What tells the weights that are replaced from others, whatever float dtype they were widened to."""
+    """Return a fingerprint of the replaced weights, independent of the float dtype they were cast to."""
     parameters = writable(view.blocks[layer])
     names = sorted({name for part in parts for name in part.names})
     return fingerprint([parameters[name] for name in names if name in parameters])

@@ -1,4 +1,4 @@
-"""A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
+"""Runs whose gradient is a linear map defined by a rule, in terms of kinds of operations, not of architectures."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
 from tensorlens_tl.core.pairing import Constant

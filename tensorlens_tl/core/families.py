@@ -1,8 +1,9 @@
-"""Which factors of a mixer are held in one run: data, where the kinds of operations do not say it.
+"""Which factors of a mixer are held fixed in one run: a table for cases that kinds of operations do not decide.
 
-A state-space layer multiplies values by values of the same projection, and the sum comes out right whichever of them is
-held. What is held here is what the operator holds (`tensorlens_tl.models.mixers`): Δ, B and C of a scan, decays,
-strengths, keys and queries of the delta rule, both gates of a short convolution, keys of time mixing. The values pass.
+A state-space layer multiplies outputs of one projection with each other, and scores sum to the logit whichever factor
+is held. The factors held here are those that the operator holds (`tensorlens_tl.models.mixers`): Δ, B and C of a scan;
+decays, strengths, keys and queries of the delta rule; both gates of a short convolution; keys of time mixing. Gradients
+pass through the values.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,14 @@ from tensorlens_tl.models.parameters import innermost
 
 
 class Held(NamedTuple):
-    """What is held of one kind of mixer, by names of its parts.
+    """The parts that are held in one kind of mixer, by attribute name.
 
     Attributes:
-        parts: parts that such a mixer has, whatever its class.
+        parts: attributes that identify such a mixer, whatever its class.
         outputs: parts whose outputs are held.
-        pieces: parts whose output, or what became of it, the mixer splits, and which of the pieces are held.
-        without: parts that it does not have.
+        pieces: parts whose output, possibly transformed, the mixer splits, with the numbers of the pieces that are
+            held.
+        without: attributes that such a mixer does not have.
     """
 
     parts: str
@@ -48,9 +50,9 @@ MIXERS = (
 
 
 def held_of(module: nn.Module) -> Held | None:
-    """The line of a mixer; None for any other module."""
+    """Return the entry of a mixer in `MIXERS`; None for any other module."""
 
-    tables = (vars(module), module._parameters, module._modules, vars(type(module)))  # hasattr is slow where it fails
+    tables = (vars(module), module._parameters, module._modules, vars(type(module)))  # a failing hasattr is slow
 
     def has(name: str) -> bool:
         return any(name in table for table in tables)
@@ -62,10 +64,10 @@ def held_of(module: nn.Module) -> Held | None:
 
 
 def held_pieces(module: nn.Module, held: Held) -> dict[int, tuple[int, ...]]:
-    """Which pieces are held of what is split, by its width."""
+    """Return the numbers of the held pieces, by the width of the tensor that is split."""
     return {_width(innermost(getattr(module, name))): which for name, which in held.pieces.items()}
 
 
 def _width(part: Any) -> int:
-    """How many numbers a projection, or a convolution of channels, gives each token."""
+    """Return the output width of a projection, or of a convolution over channels."""
     return part.out_features if hasattr(part, "out_features") else part.out_channels

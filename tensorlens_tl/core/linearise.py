@@ -1,4 +1,4 @@
-"""A run whose every operation is linear, or is what a rule makes of it."""
+"""Runs in which every operation is linear, or replaced in its gradient by a rule."""
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -46,7 +46,7 @@ LINEAR = _names(
     masked_scatter masked_scatter_ copy_ __setitem__ conv1d conv2d adaptive_avg_pool1d
     """
 )
-"""Operations that are linear in what is live."""
+"""Operations that are linear in their live inputs."""
 
 MATMUL = _names("matmul __matmul__ mm bmm einsum addmm baddbmm linear")
 MULTIPLY = _names("mul __mul__ __rmul__ multiply")
@@ -66,7 +66,7 @@ FUNCTIONS = _names("tanh exp exp2 expm1 log log1p softplus erf abs sin cos logsi
 MOMENTS = _names("norm vector_norm var std")
 SCALES = _names("rsqrt sqrt reciprocal sigmoid hardsigmoid") | MOMENTS
 CHOICES = _names("max min amax amin maximum minimum cummax")
-"""What is chosen by live values is held."""
+"""Choices between live values are held."""
 
 SPLITS = _names("split split_with_sizes chunk")
 
@@ -85,31 +85,31 @@ ADDED: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(("__setitem__",), (0, 2)),
     **dict.fromkeys(("where",), (0, 1, 2, "input", "other")),
 }  # fmt: skip
-"""Operations that add up what they are given, and where what they add stands."""
+"""Operations that add their arguments, and the positions or names of these arguments."""
 
 WITH_STEPS = _names("layer_norm rms_norm") | MOMENTS
-"""Operations that are put together of others, each of which is given its own weights."""
+"""Operations that are computed as a sequence of others."""
 
 LIKE = _names("to type_as view_as reshape_as expand_as")
-"""Operations whose other argument only says of which kind the result is."""
+"""Operations whose second argument only determines the dtype, device or shape of the result."""
 
 _FIELDS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout")
 READS = frozenset(
     [getattr(Tensor, name).__get__ for name in _FIELDS]
     + [Tensor.is_floating_point, torch.is_floating_point, Tensor.numel, torch.numel, Tensor.dim, Tensor.size]
 )
-"""What is read of a tensor beside its numbers: half of the calls that a run makes."""
+"""Calls that read a tensor's metadata, not its numbers: half of all calls in a run."""
 
 
 def activation(z: Tensor, function: Callable[..., Any]) -> Any:
-    """φ(z) as one operation, whatever it is composed of."""
+    """Apply φ as one operation, whatever it is composed of."""
     if has_torch_function_unary(z):
         return handle_torch_function(activation, (z,), z, function)
     return function(z)
 
 
 def _mark_activations(model: nn.Module, placing: Placing) -> None:
-    """Make a model's activations one operation each, until `placing` is taken off."""
+    """Make each of a model's activations a single operation, until `placing` is taken off."""
     for module in model.modules():
         kind = type(module).__module__
         if kind == "transformers.activations" or (kind == "torch.nn.modules.activation" and _is_elementwise(module)):
@@ -120,7 +120,7 @@ def _mark_activations(model: nn.Module, placing: Placing) -> None:
 
 
 def _hold_factors(model: nn.Module, placing: Placing, run: "Linearised") -> None:
-    """Hold what `families` says of a model's mixers, until `placing` is taken off."""
+    """Hold the factors of a model's mixers that `families` names, until `placing` is taken off."""
     for module in model.modules():
         held = held_of(module)
         if held is None:
@@ -144,16 +144,17 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 
 class Linearised(TorchFunctionMode):
-    """Inside, what is computed from tensors that require gradients passes them on by a rule.
+    """A torch mode in which gradients are computed by a rule.
 
-    Parameters are no such tensors: what is computed from weights alone has no gradient.
+    It applies to values computed from tensors that require gradients. Parameters do not count as such: values computed
+    from weights alone have no gradient.
 
     Attributes:
-        rule: what stands for operations that are not linear.
-        pairing: with another run, if this is one of two.
+        rule: the rule for operations that are not linear.
+        pairing: the pairing with another run, if this is one of two.
 
     Raises:
-        UnsupportedModelError: an operation that no rule knows.
+        UnsupportedModelError: no rule covers an operation.
 
     >>> from tensorlens_tl.core import ATTNLRP, Linearised
     >>> z = torch.tensor([2.0], requires_grad=True)
@@ -174,7 +175,7 @@ class Linearised(TorchFunctionMode):
         self._pieces: Mapping[int, tuple[int, ...]] = {}
 
     def __enter__(self) -> "Linearised":
-        """As a mode of torch; a rule's functions find the run's `constant` meanwhile."""
+        """Enter the mode; `constant` refers to this run meanwhile."""
         self._entered.append(ONES.set(self.ones))
         return super().__enter__()
 
@@ -186,7 +187,7 @@ class Linearised(TorchFunctionMode):
     def splitting(
         self, forward: Callable[..., Any], pieces: Mapping[int, tuple[int, ...]], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call a mixer, of which some pieces of what it splits are held: which, by the width of what is split."""
+        """Call a mixer in which some pieces of a split are held, given by the width of the tensor that is split."""
         before, self._pieces = self._pieces, pieces
         try:
             return forward(*args, **kwargs)
@@ -196,13 +197,13 @@ class Linearised(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One operation of the run."""
+        """Run one operation."""
         kwargs = kwargs or {}
         if func in READS:
             return func(*args, **kwargs)
         name: str = getattr(func, "__name__", "")
         makes_source = kwargs.get("requires_grad") or name == "requires_grad_"
-        # the last is `torch.no_grad` of the model's own, which would be undone by ours below
+        # the last is the model's own `torch.no_grad`, which ours below would undo
         if makes_source or not torch.is_grad_enabled() or name == "_set_grad_enabled":
             return func(*args, **kwargs)
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
@@ -228,7 +229,7 @@ class Linearised(TorchFunctionMode):
     def _operation(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
     ) -> Any:
-        """An operation on live values, linear or as the rule has it."""
+        """Run an operation on live values, as a linear one or by the rule."""
         if name in LINEAR or (len(live) == 1 and (name in MATMUL or name in MULTIPLY)):
             return func(*args, **kwargs)
         if name in IN_PLACE:
@@ -237,12 +238,12 @@ class Linearised(TorchFunctionMode):
         return self._ruled(func, name, args, kwargs, live)
 
     def _split(self, pieces: Sequence[Tensor], x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """The pieces of a tensor, without the gradients of those that are held."""
+        """The pieces of a tensor, with those that are held detached."""
         held = {number % len(pieces) for number in self._pieces.get(x.shape[dim], ())}
         return tuple(piece.detach() if number in held else piece for number, piece in enumerate(pieces))
 
     def _ruled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]) -> Any:
-        """What the rule makes of an operation that is not linear."""
+        """Run an operation that is not linear, by the rule."""
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
         if not args:
             args = (kwargs.pop("input"),)
@@ -284,13 +285,13 @@ class Linearised(TorchFunctionMode):
             return _fixed(out)
         if any(y.requires_grad for y in _tensors([out])):
             raise UnsupportedModelError(
-                f"{name} in {calling_module()}: no rule knows this operation, so that its gradient would be the "
-                "model's own. Methods over the operator (tensorlens, cp-lrp, relp) work."
+                f"{name} in {calling_module()}: no rule knows this operation, so its gradient would be the model's "
+                "own. Use a method based on the operator (tensorlens, cp-lrp, relp)."
             )
         return out
 
     def _quotient(self, func: Operation, x: Any, y: Any, **kwargs: Any) -> Tensor:
-        """What a norm is divided by, or weights that are to sum to 1, is a scale."""
+        """Run a division; the denominator of a norm, or of weights that sum to 1, is a scale."""
         if not (isinstance(y, Tensor) and y.requires_grad):
             return func(x, y, **kwargs)
         if self.pairing is None:
@@ -307,13 +308,13 @@ class Linearised(TorchFunctionMode):
         return self.rule.scale(f, x)
 
     def _larger(self, func: Operation, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """The larger of two values, or the smaller, by the slope of what one exceeds the other by."""
+        """Run a maximum or minimum, by the slope of the difference of the two values."""
         with self:
             linear = x + torch.relu(y - x) if name == "maximum" else x - torch.relu(x - y)
             return stands(func(x.detach(), y.detach()), linear)
 
     def _solved(self, func: Operation, matrix: Tensor, y: Tensor, *, upper: bool, **kwargs: Any) -> Tensor:
-        """X of A·X = Y: Ā·ΔX = ΔY − ΔA·X̄."""
+        """Solve A·X = Y for X: Ā·ΔX = ΔY − ΔA·X̄."""
         x = func(matrix.detach(), y.detach(), upper=upper, **kwargs)
         on_diagonal = int(kwargs.get("unitriangular", False))
         used = matrix.triu(on_diagonal) if upper else matrix.tril(-on_diagonal)
@@ -325,10 +326,10 @@ class Linearised(TorchFunctionMode):
     def _of_pair(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
     ) -> Any:
-        """An operation of a run that is paired with another: weights and other held values may differ."""
+        """Run an operation in one of two paired runs, which may differ in weights and other held values."""
         assert self.pairing is not None
         if name == "activation" and self.pairing.names and _has_weights(args[1]):
-            with self:  # an activation with weights of its own, by its operations
+            with self:  # an activation that has weights, by its operations
                 return args[1](args[0])
         if name in CHOOSES or (name == "gather" and self.pairing.chooses):
             return self.pairing.choose(_fixed(func(*args, **kwargs)))
@@ -357,12 +358,12 @@ class Linearised(TorchFunctionMode):
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor],
         held: list[Tensor], other: tuple[list[Tensor], list[Tensor]],
     ) -> Tensor:  # fmt: skip
-        """An operation beside values that are others in the second run."""
+        """Run an operation with held values that differ in the second run."""
         assert self.pairing is not None
         if _is_in_place(name) or name not in LINEAR | MATMUL | MULTIPLY:
             raise UnsupportedModelError(
-                f"{name} in {calling_module()}: {self.pairing.name_of(held[0]) or 'what it is given'} is not the same "
-                "in both runs, and the operation is not linear in it. Ask about each run by itself."
+                f"{name} in {calling_module()}: {self.pairing.name_of(held[0]) or 'an argument'} differs between the "
+                "two runs, and the operation is not linear in it. Explain each run separately."
             )
 
         def operation(stands_for: Callable[[Tensor], Tensor]) -> Tensor:
@@ -380,7 +381,7 @@ class Linearised(TorchFunctionMode):
     # ------------------------------------------------------------------ modules that choose
 
     def calling(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a module of one of two runs, which may choose, or be given what a router chose."""
+        """Call a module of one of two runs, which may make choices, or receive those of a router."""
         pairing, call = self.pairing, Call(forward, args, kwargs)
         assert pairing is not None
         if not torch.is_grad_enabled():  # inside a router
@@ -389,14 +390,14 @@ class Linearised(TorchFunctionMode):
         pairing.routing, pairing.chooses = pairing.label(name), False
         try:
             if name in self._routers:
-                with torch.no_grad():  # what it chooses, and what that counts, is held
+                with torch.no_grad():  # its choice, and the weight of the choice, are held
                     return pairing.choose(call())
             return self._first(call, name) if pairing.first is None else self._second(call)
         finally:
             pairing.routing, pairing.chooses = before
 
     def _first(self, call: Call, name: str) -> Any:
-        """A call in the run that goes first."""
+        """Make a call in the run that goes first."""
         assert self.pairing is not None
         call.start = self.pairing.noted
         self.pairing.calls.append(call)
@@ -409,7 +410,7 @@ class Linearised(TorchFunctionMode):
         return out
 
     def _second(self, call: Call) -> Any:
-        """A call in the other run; where the two runs choose differently, by the choices of both."""
+        """Make a call in the other run; if the two runs choose differently, with the choices of both."""
         pairing = self.pairing
         assert pairing is not None
         other = pairing.other_call()
@@ -429,7 +430,7 @@ class Linearised(TorchFunctionMode):
         return out
 
     def _by_choices(self, call: Call, other: Call) -> Any:
-        """A call by the mean of both choices, each for both runs, and a constant for what the changed choice adds."""
+        """Average a call over both choices, each made in both runs, and add a constant for the changed choice."""
         pairing = self.pairing
         assert pairing is not None
         assert pairing.first is not None
@@ -455,7 +456,7 @@ class Linearised(TorchFunctionMode):
         return (out, *_fixed(whole[1:])) if isinstance(whole, tuple) else out
 
     def under(self, pairing: Pairing, run: Callable[[], Given]) -> Given:
-        """What a run, or a call, gives as one of two runs."""
+        """Return the result of a run, or of a call, as one of two runs."""
         before = self.pairing, self.rule
         self.pairing, self.rule = pairing, pairing.rule
         try:
@@ -466,7 +467,7 @@ class Linearised(TorchFunctionMode):
     # ------------------------------------------------------------------ by their steps
 
     def _moment(self, name: str, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-        """A norm or a variance, by its steps."""
+        """Compute a norm or a variance step by step."""
         with self:
             if name in ("norm", "vector_norm"):
                 return x.pow(2).sum(dim, keepdim=keepdim).sqrt()
@@ -479,7 +480,7 @@ class Linearised(TorchFunctionMode):
         self, func: Callable[..., Tensor], name: str, x: Tensor, shape: Any, weight: Tensor | None = None,
         *rest: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """A norm that is one operation: its own value, the gradient of its steps."""
+        """Compute a norm that is a single operation: its own value, with the gradient of its steps."""
         value = func(x.detach(), shape, weight, *rest, **kwargs)
         eps = kwargs.get("eps", rest[-1] if rest else None)
         eps = (1e-5 if name == "layer_norm" else torch.finfo(x.dtype).eps) if eps is None else eps
@@ -493,7 +494,7 @@ class Linearised(TorchFunctionMode):
 
 @contextmanager
 def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linearised | None, None, None]:
-    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own."""
+    """Give runs of a model or module gradients by a rule while the context is open; None keeps its own gradients."""
     if rule is None:
         yield None
         return
@@ -507,10 +508,10 @@ def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linear
 
 @contextmanager
 def in_pairs(modules: Sequence[nn.Module]) -> Generator[Linearised, None, None]:
-    """Inside, runs of the modules are paired.
+    """Pair runs of the modules while the context is open.
 
     Args:
-        modules: one, or those of two models, which are called inside by `Linearised.under`.
+        modules: one module, or those of two models; they are called inside `Linearised.under`.
     """
     with ExitStack() as stack:
         for module in dict.fromkeys(modules):
@@ -527,10 +528,10 @@ def in_pairs(modules: Sequence[nn.Module]) -> Generator[Linearised, None, None]:
 
 
 def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
-    """Refuse a run with a ``torch.autograd.Function`` of the model, which no operation shows; ours are linear.
+    """Refuse a run that uses a ``torch.autograd.Function`` of the model, as torch functions do not show its operations.
 
     Raises:
-        UnsupportedModelError: naming it.
+        UnsupportedModelError: names the function.
     """
     nodes: list[Any] = [y.grad_fn for y in outputs]
     seen = set[Any]()
@@ -543,7 +544,7 @@ def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
         if function is not None and not function.__module__.startswith("tensorlens_tl."):
             raise UnsupportedModelError(
                 f"the model computes with {function.__name__}, an autograd function of its own, whose gradient no rule "
-                "can change. Methods over the operator (tensorlens, cp-lrp, relp) work."
+                "can change. Use a method based on the operator (tensorlens, cp-lrp, relp)."
             )
         nodes += [before for before, _ in node.next_functions]
 
@@ -551,14 +552,14 @@ def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
 def _with_constants(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: torch.dtype, ones: Ones
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """What an operation is given, with every constant that it adds to what is live as one of the map."""
+    """Return an operation's arguments, with every constant that it adds to live values made a constant of the map."""
     places = ADDED[name]
 
     def of_map(x: Any) -> Any:
         if isinstance(x, list | tuple):
             return type(x)(map(of_map, x))
         if isinstance(x, Tensor):
-            if _is_live(x) or x.dtype == torch.bool or not x.numel():  # a cache of nothing is joined to keys
+            if _is_live(x) or x.dtype == torch.bool or not x.numel():  # an empty cache is joined to keys
                 return x
             return ones.times(x if x.is_floating_point() else x.to(like))
         if not isinstance(x, int | float) or x == 0 or name.startswith("scatter"):
@@ -574,7 +575,7 @@ def _with_constants(
 
 
 def _padded(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], ones: Ones) -> Tensor:
-    """A padded tensor, whose padding is a constant where it is not zero."""
+    """Pad a tensor; padding that is not zero is a constant of the map."""
     out = func(*args, **kwargs)
     padding = func(torch.zeros_like(args[0]), *args[1:], **kwargs)
     return stands(out, out + ones.times(padding)) if bool(padding.any()) else out
@@ -585,13 +586,13 @@ def _is_in_place(name: str) -> bool:
 
 
 def _has_weights(function: Any) -> bool:
-    """Whether a function is a method of a module with weights."""
+    """Return whether a function is a method of a module with weights."""
     module = getattr(function, "__self__", None)
     return isinstance(module, nn.Module) and any(True for _ in module.parameters())
 
 
 def _stream(out: Any) -> Tensor:
-    """What a module gives, of several things the first."""
+    """Return a module's output, or the first of several."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -602,7 +603,7 @@ def _is_live(x: Tensor) -> bool:
 def _of_factors(
     func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A product as a function of its two live factors, which may be one tensor, whatever else it is given.
+    """Return a product as a function of its two live factors, which may be one tensor; other arguments are fixed.
 
     Raises:
         UnsupportedModelError: more than two are live.
@@ -610,8 +611,8 @@ def _of_factors(
     name = getattr(func, "__name__", "a product")
     if len(live) != 2:
         raise UnsupportedModelError(
-            f"{name} in {calling_module()}: {len(live)} of its factors depend on the input, and rules know products of "
-            "two. Methods over the operator (tensorlens, cp-lrp, relp) work."
+            f"{name} in {calling_module()}: {len(live)} of its factors depend on the input, and rules only cover "
+            "products of two. Use a method based on the operator (tensorlens, cp-lrp, relp)."
         )
 
     def of_factors(x: Tensor, y: Tensor) -> Tensor:
@@ -645,9 +646,9 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _fixed(out: Any) -> Any:
-    """What an operation gives, without its gradient."""
+    """Detach an operation's output."""
     if isinstance(out, Tensor):
         return out.detach() if out.requires_grad and not isinstance(out, nn.Parameter) else out
-    if isinstance(out, tuple):  # a named one too, as of topk
+    if isinstance(out, tuple):  # also a named tuple, such as topk's
         return tuple(map(_fixed, out)) if type(out) is tuple else type(out)(map(_fixed, out))
     return [_fixed(part) for part in out] if isinstance(out, list) else out

@@ -1,15 +1,15 @@
-"""What two runs of a module are paired by: their operations in their order, and the weights that differ.
+"""Pairing of two runs of a module by the order of their operations, and the weights that differ.
 
-The run that goes first notes what its operations are given. The other one finds it there, operation by operation.
+The run that goes first records the inputs of its operations. The other run reads them, operation by operation.
 
-Modules that choose by live values, such as mixtures of experts, may choose differently in the two runs. Then the runs
-have no operations in common, and the smallest module around the choice that gives a stream, as it is given one, is run
-with the choice r of either run for both:
+Modules that choose by live values, such as mixtures of experts, may choose differently in the two runs. The runs then
+have different operations, so the smallest module around the choice that maps a stream to a stream is run for both
+inputs with the choice r of either run:
 
-    F(x; a) − F(y; b) = ½ Σ_r [F(x; r) − F(y; r)] + what the changed choice adds
+    F(x; a) − F(y; b) = ½ Σ_r [F(x; r) − F(y; r)] + the effect of the changed choice
 
-F(·; r) is the module with the choice r, and with what that counts: an expert has the mean of its weights, 0 where a
-token is not sent. What is added is a constant.
+F(·; r) is the module with the choice r and its weights: an expert has the mean of its weights, 0 where a token is not
+routed to it. The last term is a constant.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,18 @@ from tensorlens_tl.core.rules import Operation, Rule, calling_module, secant, st
 from tensorlens_tl.errors import UnsupportedModelError
 
 CHOOSES = frozenset(["topk", "sort", "argsort", "argmax", "argmin"])
-"""Operations that give numbers of experts, tokens or groups."""
+"""Operations that return indices of experts, tokens or groups."""
 
 
 class OtherWayError(UnsupportedModelError):
     """The two runs have different operations, or choose differently."""
 
     def __init__(self) -> None:
-        super().__init__("the two runs take different ways through a module. Ask about each run by itself.")
+        super().__init__("the two runs take different ways through a module. Explain each run separately.")
 
 
 class Place(NamedTuple):
-    """How much of a run was noted: of its values, of what was held, of indices, of choices, and of calls."""
+    """A position in a run's record: the number of values, held values, indices, choices and calls before it."""
 
     values: int = 0
     held: int = 0
@@ -49,12 +49,12 @@ NOTHING = Place()
 
 @dataclass(eq=False)
 class Call:
-    """A call of a module that may choose, in the run that goes first.
+    """A call, in the run that goes first, of a module that may make choices.
 
     Attributes:
         forward, args, kwargs: the call.
-        out: what it gave.
-        start, end: how much the run had noted before and after it.
+        out: its output.
+        start, end: the positions in the run's record before and after it.
     """
 
     forward: Callable[..., Any]
@@ -71,12 +71,12 @@ class Call:
 
     @property
     def gives_choices(self) -> bool:
-        """Whether it is a router: numbers are among what it gives."""
+        """Whether the module is a router: its output contains indices."""
         return any(_is_index(part) for part in _parts(self.out))
 
     @property
     def gives_stream(self) -> bool:
-        """Whether it is given a stream, and gives one; rows may be flattened."""
+        """Whether the module maps a stream to a stream; rows may be flattened."""
         x = next((x for x in self.given if isinstance(x, Tensor)), None)
         y = next(iter(_parts(self.out)), None)
         if x is None or not x.requires_grad or not isinstance(y, Tensor):
@@ -84,7 +84,7 @@ class Call:
         return y.shape[-1:] == x.shape[-1:] and y.numel() == x.numel()
 
     def with_held_of(self, other: "Call") -> "Call":
-        """The call with what another is given beside live values, which is part of its choice."""
+        """Return the call with another call's held arguments, which are part of its choice."""
         kwargs = {name: _with_held(arg, other.kwargs[name]) for name, arg in self.kwargs.items()}
         return Call(self.forward, _with_held(self.args, other.args), kwargs)
 
@@ -97,7 +97,7 @@ class Call:
 def _with_held(arg: Any, other: Any) -> Any:
     if isinstance(arg, list | tuple):
         return type(arg)(map(_with_held, arg, other))
-    if hasattr(arg, "get_seq_length"):  # a cache, which holds nothing of a whole prompt
+    if hasattr(arg, "get_seq_length"):  # a cache, which is empty for a whole prompt
         return None
     return other if isinstance(arg, Tensor) and not arg.requires_grad else arg
 
@@ -107,19 +107,19 @@ class Pairing:
     """One of two runs of a module, whose operations are paired with those of the other by their order.
 
     Attributes:
-        names: of the weights, by the identity of their tensors; empty where both runs have the same.
-        label: the name of what a module chooses, from the module's own.
-        first: what the run that went first noted; None of that run itself.
-        forced: the choices to make instead of its own; None for these.
-        values: what operations were given that are not linear.
-        held: what was held beside live values, and the live values.
-        indices: integers and booleans beside live values, and which weights are.
-        choices: what was chosen by live values.
-        calls: of modules that may choose.
-        constants: what other weights and changed choices add.
-        place: in the second run, how much of the first it has passed.
-        routing: the name of what the module that runs chooses.
-        chooses: whether that module has chosen already.
+        names: the names of weights, by the identity of their tensors; empty if both runs have the same weights.
+        label: the name of a module's choices, from the module's name.
+        first: the record of the run that goes first; None for that run itself.
+        forced: the choices to make instead of the run's own; None for the run's own.
+        values: the inputs of operations that are not linear.
+        held: held values together with the live values of the same operation.
+        indices: integers and booleans used with live values, and which weights are used.
+        choices: choices made by live values.
+        calls: calls of modules that may make choices.
+        constants: the effects of differing weights and changed choices.
+        place: in the second run, the current position in the record of the first.
+        routing: the name of the choices of the module that is running.
+        chooses: whether that module has made a choice already.
     """
 
     names: Mapping[int, str]
@@ -141,16 +141,16 @@ class Pairing:
 
     @property
     def rule(self) -> Rule:
-        """Of the run that goes first no gradient is needed; the other one has secants."""
+        """The rule of this run: the run that goes first needs no gradient, the other one has secants."""
         return _noting(self.pair) if self.first is None else secant(self.pair)
 
     @property
     def noted(self) -> Place:
-        """How much is noted of the run that goes first."""
+        """The length of the record so far, in the run that goes first."""
         return Place(len(self.values), len(self.held), len(self.indices), len(self.choices), len(self.calls))
 
     def _next(self, kind: str) -> Any:
-        """What the run that went first noted at this place."""
+        """The next item of this kind in the record of the run that goes first."""
         number = getattr(self.place, kind)
         noted = getattr(self.first, kind)
         if number >= len(noted):
@@ -159,7 +159,7 @@ class Pairing:
         return noted[number]
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A value of this run and of the other; of the run that goes first twice the same."""
+        """Return a value of this run and of the other; in the run that goes first, twice the same."""
         x = x.detach()
         if self.first is None:
             self._note(self.values, x)
@@ -170,7 +170,7 @@ class Pairing:
         return x, other
 
     def beside(self, held: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
-        """What the other run held in place of this, and its live values; None where it held the same."""
+        """Return the other run's held values and live values; None if it held the same."""
         if self.first is None:
             self.held.append(([], []))
             for noted, tensors in zip(self.held[-1], (held, live), strict=True):
@@ -184,7 +184,7 @@ class Pairing:
         return None if all(map(torch.equal, held, other[0])) else other
 
     def index(self, indices: list[Tensor], weights: list[Tensor]) -> None:
-        """Refuse to take other rows, other places or other weights than the run that went first."""
+        """Refuse rows, places or weights that differ from those of the run that goes first."""
         mine = indices, [(self.name_of(x), x.detach()) for x in weights]
         if self.first is None:
             self.indices.append(mine)
@@ -195,14 +195,14 @@ class Pairing:
             raise OtherWayError
 
     def _is_same(self, mine: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
-        """Whether two named weights are one; of one model, which has no names, they may have been loaded twice."""
+        """Whether two named weights are the same; those of one model have no names and may have been loaded twice."""
         if self.names:
             return mine[0] == other[0] and mine[1].shape == other[1].shape
         same_memory = mine[1].data_ptr() == other[1].data_ptr() and mine[1].shape == other[1].shape
         return same_memory or torch.equal(mine[1], other[1])
 
     def choose(self, choice: Any) -> Any:
-        """What is chosen: the forced choice, or this."""
+        """Return the forced choice, if any, or the given one."""
         self.chooses = True
         if self.first is not None:
             self._next("choices")
@@ -212,22 +212,22 @@ class Pairing:
         return choice
 
     def drop(self, call: Call) -> None:
-        """Forget a call, and what was noted inside."""
+        """Remove a call, and everything inside it, from the record."""
         for kind, start in zip(Place._fields, call.start, strict=True):
             del getattr(self, kind)[start:]
 
     def other_call(self) -> Call:
-        """The same call in the run that went first."""
+        """Return the same call in the run that goes first."""
         return self._next("calls")
 
     def finish(self) -> None:
-        """Refuse to end before the run that went first did."""
+        """Refuse to end before the record of the run that goes first does."""
         assert self.first is not None
         if self.place != self.first.noted:
             raise OtherWayError
 
     def before_change(self, x: Tensor) -> None:
-        """Copy what was noted of a tensor before it is changed in place."""
+        """Copy a recorded tensor before it is changed in place."""
         for copy in self._copies.pop(x.untyped_storage().data_ptr(), ()):
             copy()
 
@@ -236,21 +236,21 @@ class Pairing:
         noted.append(x)
 
         def copy() -> None:
-            if place < len(noted):  # else the call was a router's, and is forgotten
+            if place < len(noted):  # else the call was a router's, and was dropped
                 noted[place] = noted[place].clone()
 
         self._copies.setdefault(x.untyped_storage().data_ptr(), []).append(copy)
 
     def may_differ(self, x: Tensor) -> bool:
-        """Whether a held value may be another in the other run: of one model, the weights are the same."""
+        """Return whether a held value may differ in the other run; runs of one model have the same weights."""
         return bool(self.names) or not is_weight(x)
 
     def name_of(self, x: Tensor) -> str:
-        """The weight that a tensor is, or is computed from."""
+        """Return the name of the weight that a tensor is, or is computed from."""
         return getattr(x, NAME, "") or self.names.get(id(x), "") or self.names.get(id(x._base), "")
 
     def named(self, out: Any, given: Sequence[Tensor]) -> Any:
-        """What is computed from weights alone, with the name of the first of them."""
+        """Name a value computed from weights alone after the first of them."""
         name = next(filter(None, map(self.name_of, given)), "") if self.names else ""
         if name and isinstance(out, Tensor) and not self.name_of(out):
             setattr(out, NAME, name)
@@ -258,16 +258,16 @@ class Pairing:
 
 
 NAME = "_tensorlens_weight"
-"""The attribute of what is computed from weights alone that says of which."""
+"""The attribute with the weight's name, on values computed from weights alone."""
 
 
 def is_weight(x: Tensor) -> bool:
-    """Whether a tensor is a weight, or a view of one."""
+    """Return whether a tensor is a weight, or a view of one."""
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
 def same_indices(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether the integers among some values are the same."""
+    """Return whether the integers among some values are the same."""
     pairs = [[x for value in of for x in _parts(value) if _is_index(x)] for of in (mine, theirs)]
     return len(pairs[0]) == len(pairs[1]) and all(map(torch.equal, *pairs))
 
@@ -281,7 +281,7 @@ def _is_index(part: Any) -> bool:
 
 
 def _noting(pair: Callable[[Tensor], Any]) -> Rule:
-    """The rule of the run that goes first: it notes what `secant` asks for, in the same order."""
+    """Return the rule of the run that goes first: it records what `secant` reads, in the same order."""
 
     def product(f: Operation, x: Tensor, y: Tensor) -> Tensor:
         pair(y)
@@ -306,14 +306,14 @@ def _noting(pair: Callable[[Tensor], Any]) -> Rule:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """What another weight adds to what an operation gives.
+    """The effect of a differing weight on an operation's output.
 
     Attributes:
-        name: of the weight.
-        leaf: zero, where it is added in the first run.
-        added: what it adds, of the same shape.
-        change: of a matrix that changed, what that is the product of.
-        before: what it is added to, in the first run's graph.
+        name: the name of the weight.
+        leaf: a zero that is added in the first run.
+        added: the effect, in the same shape.
+        change: its factors, if it comes from a change of a matrix.
+        before: the value that it is added to, in the first run's graph.
     """
 
     name: str
@@ -323,7 +323,7 @@ class Constant:
     before: Tensor
 
 
-# ------------------------------------------------------------------ operations beside other weights
+# ------------------------------------------------------------------ operations with differing weights
 
 
 def beside_other_weights(
@@ -334,25 +334,25 @@ def beside_other_weights(
     live: list[Tensor],
     other: tuple[list[Tensor], list[Tensor]],
 ) -> Tensor:
-    """An operation that is linear in weights, with the mean of both runs' weights, and constants for what differs.
+    """Run an operation that is linear in weights with the mean of both runs' weights, plus constants.
 
     Args:
-        pairing: of the first run.
-        operation: from a function that says which tensor stands for which, to what the operation gives.
-        of_means: the same with gradients, by the rule.
-        held, live: what it is given.
-        other: the same of the other run.
+        pairing: the pairing of the first run.
+        operation: takes a function that maps each tensor to its substitute, and returns the operation's output.
+        of_means: the same with gradients by the rule.
+        held, live: the inputs of the operation.
+        other: those of the other run.
     """
     theirs = dict(zip(map(id, (*held, *live)), (*other[0], *other[1]), strict=True))
     mine = {id(x): x.detach() for x in (*held, *live)}
     means = {id(x): (x.detach() + theirs[id(x)]) / 2 for x in held}
 
     def change_by(*apart: Tensor) -> Tensor:
-        """What the output of both runs differs by if of the weights only these are each run's."""
+        """The difference of the two outputs if only these weights are each run's own, and all others are means."""
         shared = {key: mean for key, mean in means.items() if key not in map(id, apart)}
         first, second = (of | shared for of in (mine, theirs))
         ends = operation(lambda x: first.get(id(x), x)), operation(lambda x: second.get(id(x), x))
-        return torch.where(ends[0] == ends[1], 0, ends[0] - ends[1])  # −∞ of both where they are masked
+        return torch.where(ends[0] == ends[1], 0, ends[0] - ends[1])  # both are −∞ where masked
 
     explained = change_by()
     differing = [x for x in held if not torch.equal(mine[id(x)], theirs[id(x)])]
@@ -369,7 +369,7 @@ def beside_other_weights(
 
 
 def _matrix_change(read: Tensor, a: Tensor, b: Tensor, added: Tensor) -> MatrixChange | None:
-    """The factors of what a matrix adds, where it is one of a linear layer."""
+    """Return the factors of a matrix's effect, if the matrix belongs to a linear layer."""
     if a.ndim != 2 or read.ndim != 3 or a.shape != (added.shape[-1], read.shape[-1]):
         return None
     return MatrixChange(read, a.mT, b.mT)

@@ -1,8 +1,8 @@
-"""A module in two runs: the exact linear map from the difference of what it reads to the difference of what it gives.
+"""A module in two runs: the exact linear map from the difference of its inputs to the difference of its outputs.
 
-The second run goes first, and notes what its operations are given. Then the first run is recorded, and each of its
-operations passes on the secant between its own values and those of the second (`rules.secant`). Nothing here knows what
-the module computes. Where the runs are of two models, what other weights add are constants with the weights' names.
+The second run goes first and records the inputs of its operations. Then the first run is recorded as a graph, in which
+each operation has the secant between its own values and those of the second (`rules.secant`) as its gradient. This does
+not depend on what the module computes. For runs of two models, the effects of differing weights are named constants.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,17 @@ from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 
 Given = TypeVar("Given")
 Numbers = Callable[[Tensor], Tensor]
-"""A module as a function of what it reads."""
+"""A module as a function of its input."""
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Paired(WithConstants):
-    """From the difference of what a module reads in two runs to the difference of what it gives.
+    """The map from the difference of a module's inputs in two runs to the difference of its outputs.
 
     Attributes:
-        linear: along the secants.
-        constants: what other weights add.
+        linear: the linear part, along the secants.
+        constants: the effects of differing weights.
 
     >>> from tensorlens_tl.core import paired
     >>> a, b = torch.tensor([[[3.0]]]), torch.tensor([[[1.0]]])
@@ -50,20 +50,20 @@ class Paired(WithConstants):
 
     @property
     def positions(self) -> int | None:
-        """As many as the runs have."""
+        """The number of positions in the runs."""
         return self.linear.positions
 
     @property
     def bias(self) -> Tensor:
-        """What all other weights add."""
+        """The total effect of differing weights."""
         return sum((self._pushed(constant) for constant in self.constants), start=ZERO)
 
     def at(self, where: Where) -> "Paired":
-        """Cut to neighbouring positions."""
+        """Restrict the map to contiguous positions."""
         return replace(self, linear=self.linear.at(where))
 
     def norm_bound(self) -> float:
-        """That of the linear part."""
+        """The bound for the linear part."""
         return self.linear.norm_bound()
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
@@ -78,11 +78,11 @@ class Paired(WithConstants):
     def pull_groups(
         self, g: Float[Tensor, "*rows batch pos group channel"], chosen: Sequence[int]
     ) -> Float[Tensor, "some *rows batch pos d_in"]:
-        """As `Recorded.pull_groups`."""
+        """See `Recorded.pull_groups`."""
         return self.linear.pull_groups(g, chosen)
 
     def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
-        """What each weight adds, and a vector at the end pulled to it, the last first; see `pull_noting`."""
+        """Return each weight's effect with a vector at the output pulled to it, the last first; see `pull_noting`."""
         noted: list[tuple[Offset, Tensor]] = []
         for constant in reversed(self.constants):
             place = self._place(constant)
@@ -93,27 +93,27 @@ class Paired(WithConstants):
         return noted
 
     def _pushed(self, constant: Constant) -> Float[Tensor, "batch pos d"]:
-        """What a constant gives at the end."""
+        """The effect of a constant on the output."""
         pushed = self.linear.pushed_from(constant.leaf, constant.added[None])
         return pushed.reshape(*self.linear.shape, -1)[..., self.linear.cut, :]
 
     def _by_position(self, rows: Float[Tensor, "row ..."], place: "_Place") -> Float[Tensor, "row batch pos d"]:
-        """Numbers of a value inside the module as vectors of positions."""
+        """The numbers of a value inside the module, as vectors of positions."""
         batch, length = self.linear.shape
         rows = rows.unflatten(1, (batch, -1))
         if place.dim is None:
             rows = torch.nn.functional.pad(rows.flatten(2)[:, :, None], (0, 0, place.at, length - 1 - place.at))
         else:
             rows = rows.movedim(place.dim + 1, 2)
-            if rows.shape[2] > length and rows.shape[2] % length == 0:  # heads of a position lie in one row
+            if rows.shape[2] > length and rows.shape[2] % length == 0:  # one row holds all heads of a position
                 rows = rows.unflatten(2, (length, -1))
         return rows[:, :, :length][:, :, self.linear.cut].flatten(3)
 
     def _place(self, constant: Constant) -> "_Place":
         """Where positions are in a value inside the module.
 
-        Where it is not the only dimension of their number, it is one whose first index only the first position of a
-        module that looks back reaches, and whose last one the last. A value without one is at the last position that
+        If several dimensions have the length of the positions, it is the one whose first index only the first position
+        of a causal module reaches, and whose last index only the last. A value without one is at the last position that
         reaches it.
         """
         batch, length = self.linear.shape
@@ -136,16 +136,16 @@ class Paired(WithConstants):
         return _Place(None, max((position for position, reaches in enumerate(everywhere) if reaches), default=0))
 
     def _reaching(self, value: Tensor, weights: Tensor) -> list[bool]:
-        """Whether each position of what the module reads reaches a weighted sum of some value inside it."""
+        """Whether each input position reaches a weighted sum of some value inside the module."""
         given = gradients(value, self.linear.given, weights[None])[0]
         return given.flatten(2).any(-1).any(0).tolist()
 
 
 class _Place(NamedTuple):
-    """Where positions are in a value inside a module, once its prompts are the first dimension.
+    """Where positions are in a value inside a module whose first dimension is the prompts.
 
     Attributes:
-        dim: which dimension; None where all of it is at one position.
+        dim: the dimension of positions; None if the whole value is at one position.
         at: that position.
     """
 
@@ -156,16 +156,16 @@ class _Place(NamedTuple):
 def paired(
     first: Numbers, second: Numbers, modules: tuple[nn.Module, nn.Module], a: Tensor, b: Tensor, name: str = ""
 ) -> Paired:
-    """The difference of what a module gives in two runs, as a linear map of the difference of what it reads.
+    """Return the difference of a module's outputs in two runs as a linear map of the difference of its inputs.
 
     Args:
-        first, second: the module of either run, as a function of what it reads, `[batch, pos, d]`.
-        modules: what they call, one module or those of two models.
-        a, b: what it reads in either run.
-        name: what the names of its weights begin with.
+        first, second: the module in either run, as a function of its input, `[batch, pos, d]`.
+        modules: the modules that these call: one, or those of two models.
+        a, b: the input in either run.
+        name: the prefix for the names of its weights.
 
     Raises:
-        UnsupportedModelError: the two runs take different ways, or an operation that no rule knows.
+        UnsupportedModelError: the two runs take different paths, or no rule covers an operation.
     """
     with torch.inference_mode(False):
         given, other = (x.detach().clone().requires_grad_() for x in (a, b))
@@ -177,15 +177,15 @@ def paired(
 def in_two_runs(
     first: Callable[[], Given], second: Callable[[], Any], modules: tuple[nn.Module, nn.Module], name: str = ""
 ) -> tuple[Given, tuple[Constant, ...]]:
-    """What the first of two runs gives, with the gradients of its difference from the second, and what differs besides.
+    """Return the first run's result, with the gradients of its difference from the second, and the constants.
 
     Args:
-        first, second: the runs, of tensors that require gradients.
-        modules: what they call, one module or those of two models.
-        name: what the names of its weights begin with.
+        first, second: the runs, whose inputs require gradients.
+        modules: the modules that these call: one, or those of two models.
+        name: the prefix for the names of its weights.
 
     Raises:
-        UnsupportedModelError: as `paired`.
+        UnsupportedModelError: as in `paired`.
     """
     weights = {} if modules[0] is modules[1] else [dict(module.named_parameters()) for module in modules]
     names = [{id(weight): readable(f"{name}.{key}") for key, weight in of.items()} for of in weights] or [{}, {}]
@@ -203,5 +203,5 @@ def in_two_runs(
 
 
 def readable(name: str) -> str:
-    """A weight's name without the wrappers of a Bridge."""
+    """Return a weight's name without a Bridge's wrappers."""
     return name.replace("._original_component", "").strip(".")

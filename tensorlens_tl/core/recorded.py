@@ -1,4 +1,4 @@
-"""A part of a run under a rule as an affine map: the graph that autograd has of it."""
+"""Parts of a run under a rule as affine maps, represented by their autograd graphs."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -16,31 +16,31 @@ from tensorlens_tl.algebra.positions import Where, shared, widened
 from tensorlens_tl.hooks import FwdHook, in_this_thread
 
 ROW_BYTES = 64 * 2**20
-"""What the rows that go through a graph at once may take, as far as the ends of the graph tell."""
+"""Estimated maximal bytes of the rows that go through a graph at once."""
 
 INSIDE = 16
-"""How many times the size of its ends a graph is taken to be inside."""
+"""The estimated size of a graph, as a multiple of the size of its input and output."""
 
 
 Side = tuple[int, int]
-"""The first position of a stack, and the one after its last."""
+"""The first position of a stack, and the position after its last."""
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Recorded(MixingMap):
-    """From what a run has at one place to what it has at a later one, along the gradients that a rule gives it.
+    """The map from a value in a run to a later value, along the gradients that a rule defines.
 
-    Vectors are `[*rows, batch, pos, d]`, whatever shape the model has there: heads lie side by side.
+    Vectors are `[*rows, batch, pos, d]`, whatever shape the model's values have; heads are concatenated.
 
     Attributes:
-        given: what the run begins with, or has at an earlier place.
-        output: what the run has later.
-        shape: how many prompts and positions there are.
-        across: whether an output position may depend on another input position.
-        offset: what the map adds besides, ``output − push(given)`` unless it is counted elsewhere.
-        cut: the positions that it is cut to, where the others do not matter.
-        sides: where its two ends lie among the positions, in a pair of stacks; None where they have all of them.
+        given: the input: the start of the run, or an earlier value.
+        output: the later value.
+        shape: the number of prompts and positions.
+        across: whether an output position may depend on other input positions.
+        offset: the bias, ``output − push(given)`` unless it is counted elsewhere.
+        cut: the positions that the map is restricted to.
+        sides: the ranges of input and output positions in a pair of stacks; None if both have all positions.
 
     >>> from tensorlens_tl.core import Linearised, RELP
     >>> z = torch.tensor([[[2.0]]], requires_grad=True)
@@ -58,19 +58,19 @@ class Recorded(MixingMap):
     cut: slice = field(default_factory=lambda: slice(None))
     sides: tuple[Side, Side] | None = None
     apart: dict[int, int] = field(default_factory=dict[int, int])
-    """What `_read_apart` says of so many groups, once it was asked."""
+    """Cached results of `_read_apart`, by the number of groups."""
 
     def __repr__(self) -> str:
         return f"Recorded({list(self.given.shape)} → {list(self.output.shape)})"
 
     @property
     def positions(self) -> int | None:
-        """As many as the run has."""
+        """The number of positions in the run."""
         return self.shape[1]
 
     @property
     def mixes(self) -> bool:
-        """As `across` says."""
+        """See `across`."""
         return self.across
 
     @property
@@ -79,13 +79,13 @@ class Recorded(MixingMap):
         return ZERO if self.offset is None else self.offset[..., self.cut, :]
 
     def at(self, where: Where) -> "Recorded":
-        """Cut to neighbouring positions."""
+        """Restrict the map to contiguous positions."""
         where = shared(where)
         assert isinstance(where, slice)
         return replace(self, cut=slice(*where.indices(self.shape[1])))
 
     def norm_bound(self) -> float:
-        """The Frobenius norm, by as many pulls as the output has numbers."""
+        """The Frobenius norm, from one pull for each number of the output."""
         rows = torch.eye(self.output.numel(), dtype=self.output.dtype, device=self.output.device)
         return float(gradients(self.output, self.given, rows.reshape(-1, *self.output.shape)).norm())
 
@@ -102,10 +102,10 @@ class Recorded(MixingMap):
     def pull_groups(
         self, g: Float[Tensor, "*rows batch pos group channel"], chosen: Sequence[int]
     ) -> Float[Tensor, "some *rows batch pos d_in"]:
-        """Vectors at equal groups of the output's channels, some groups' each pulled by itself: those of heads.
+        """Pull vectors at equal groups of output channels, such as heads, separately for some of the groups.
 
-        Groups that read channels of their own go through the graph together, as queries do; those that share some,
-        as heads that share a key, one after the other.
+        Groups that read different channels go through the graph together, as queries do; groups that share input
+        channels, as heads that share a key, go one after the other.
         """
         apart = self._read_apart(g.shape[-2])
         shared = g.shape[-2] // apart
@@ -120,7 +120,7 @@ class Recorded(MixingMap):
         return each.flatten(-2)
 
     def _read_apart(self, groups: int) -> int:
-        """In how many equal groups the input's channels lie of which every group of the output's reads one."""
+        """The number of equal groups of input channels such that every group of output channels reads just one."""
         if groups in self.apart:
             return self.apart[groups]
         given, output = (end.shape[2:].numel() for end in (self.given, self.output))
@@ -128,7 +128,7 @@ class Recorded(MixingMap):
         self.apart[groups] = 1
         if count > 1 and given * groups == count * output and groups % count == 0:
             bits = torch.arange(count) >> torch.arange((count - 1).bit_length())[:, None] & 1
-            chosen = torch.cat([bits, 1 - bits])[:, None, None, :, None].to(self.output)  # tells any two groups apart
+            chosen = torch.cat([bits, 1 - bits])[:, None, None, :, None].to(self.output)  # distinguishes any two groups
             random = torch.randn(self.output.shape, generator=torch.Generator().manual_seed(0)).to(self.output)
             rows = random.reshape(*random.shape[:2], count, -1) * chosen
             pulled = gradients(self.output, self.given, rows.reshape(-1, *random.shape))
@@ -138,12 +138,12 @@ class Recorded(MixingMap):
         return self.apart[groups]
 
     def pulled_to(self, place: Tensor, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "row ..."]:
-        """Vectors at the end pulled to any value of the graph, in its own shape."""
+        """Pull vectors at the output to any value of the graph, in its own shape."""
         rows = self._at_end(g, 1).to(self.output)
         return joined(gradients(self.output, place, part) for part in rows.split(self._at_once))
 
     def pushed_from(self, place: Tensor, rows: Float[Tensor, "row ..."]) -> Float[Tensor, "row ..."]:
-        """What any value of the graph gives the output, of rows in its own shape."""
+        """Push rows in the shape of any value of the graph from there to the output."""
         cotangent, pulled = self._pulled if place is self.given else self._pulled_back(place)
         return joined(gradients(pulled, cotangent, part) for part in rows.to(place).split(self._at_once))
 
@@ -152,20 +152,20 @@ class Recorded(MixingMap):
         return self._pulled_back(self.given)
 
     def _pulled_back(self, place: Tensor) -> tuple[Tensor, Tensor]:
-        """A cotangent, and what it is pulled back to: that is linear in the cotangent, and its derivative pushes."""
+        """A cotangent and its pullback, which is linear in the cotangent; the derivative of the pullback pushes."""
         cotangent = torch.zeros_like(self.output, requires_grad=True)
         with torch.enable_grad():
             return cotangent, gradients(self.output, place, cotangent[None], create_graph=True)[0]
 
     def _at_end(self, vectors: Float[Tensor, "*rows some d"], end: int) -> Float[Tensor, "row ..."]:
-        """Vectors of positions as what the run has at one end: given (0) or output (1)."""
+        """Vectors of positions in the shape of one end: given (0) or output (1)."""
         rows = widened(vectors, self.cut.start or 0, self.shape[1])
         if self.sides is not None:
             rows = rows[..., slice(*self.sides[end]), :]
         return rows.reshape(-1, *(self.given, self.output)[end].shape)
 
     def _vectors(self, rows: Float[Tensor, "row ..."], end: int, like: Tensor) -> Float[Tensor, "*rows some d"]:
-        """What the run has at one end, as vectors of positions."""
+        """Values at one end as vectors of positions."""
         start, stop = (0, self.shape[1]) if self.sides is None else self.sides[end]
         vectors = rows.reshape(*like.shape[:-2], stop - start, -1)
         return widened(vectors, start, self.shape[1])[..., self.cut, :].to(like)
@@ -178,13 +178,13 @@ class Recorded(MixingMap):
 
 @dataclass(eq=False)
 class Cuts:
-    """Where a run is cut: values as they arrive, and what goes on from there, which begins the next part of it."""
+    """Cuts in a run: the values that arrive at each, and the leaves from which the next part of the run starts."""
 
     arrived: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     leaves: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def at(self, name: str, instead: Tensor | None = None) -> FwdHook:
-        """A hook that ends one part of the run and begins the next, with another value where one is given."""
+        """Return a hook that ends one part of the run and starts the next, with another value if one is given."""
 
         def cut(live: Tensor, *, hook: Any) -> Tensor:
             self.arrived[name] = live
@@ -195,7 +195,7 @@ class Cuts:
 
 
 def depends(output: Tensor, given: Tensor) -> bool:
-    """Whether a gradient reaches what is given from an output."""
+    """Return whether a gradient of the output reaches an input."""
     if not output.requires_grad:
         return False
     nothing = torch.zeros_like(output)
@@ -205,11 +205,11 @@ def depends(output: Tensor, given: Tensor) -> bool:
 def gradients(
     output: Tensor, given: Tensor, rows: Float[Tensor, "row ..."], *, create_graph: bool = False
 ) -> Float[Tensor, "row ..."]:
-    """The gradients of ⟨row, output⟩ by what is given, a row for each; zeros where nothing depends on it."""
+    """Return the gradients of ⟨row, output⟩ with respect to an input, one per row; zeros if nothing depends on it."""
     if not output.requires_grad:
         return given.new_zeros(len(rows), *given.shape)
     options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
-    if len(rows) == 1:  # no map over rows, which some operations do not know
+    if len(rows) == 1:  # without vmap, which some operations do not support
         of_row = torch.autograd.grad(output, given, rows[0], **options)[0]
         pulled = None if of_row is None else of_row[None]
     else:
@@ -220,7 +220,7 @@ def gradients(
 
 @contextmanager
 def recordable() -> Generator[None, None, None]:
-    """Inside, or in a function that it decorates, autograd can record what is computed, also in ``inference_mode``."""
+    """Let autograd record computations, even in ``inference_mode``; a context manager and decorator."""
     with_gradients = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
         yield

@@ -1,9 +1,9 @@
-"""Rules: which linear function stands for an operation that is not linear, when a run is made a linear map.
+"""Rules: linear substitutes for operations that are not linear, which turn a run into a linear map.
 
-A run computes what it computes. A rule only changes gradients, so that autograd gives the adjoint of the whole map.
-Most operations of a transformer are linear already (views, sums, products with weights), and no rule is asked. The
-others are of six kinds, and a `Rule` has a function for each. It is given the operation `f` and the live inputs (those
-that depend on the sources of the map), and returns f's value with the gradient that the rule gives it.
+A rule does not change the values of a run, only its gradients, so that autograd gives the adjoint of the whole map.
+Most operations of a transformer are linear already (views, sums, products with weights) and need no rule. The others
+are of six kinds, and a `Rule` has a function for each. It takes the operation `f` and the live inputs (those that
+depend on the sources of the map), and returns f's value with the gradient that the rule defines.
 """
 
 import sys
@@ -25,38 +25,38 @@ Operation = Callable[..., Tensor]
 
 
 SAME_VALUE = (
-    "A rule says what gradients an operation passes on, and returns the operation's own value: stands(f(x), …) does."
+    "A rule only changes an operation's gradients and must return the operation's own value, as stands(f(x), …) does."
 )
-"""What to do where a model under a rule gives another number."""
+"""Advice for rules that change the model's output."""
 
 
 def unchanged(f: Operation, *inputs: Any) -> Tensor:
-    """The operation with its own gradient."""
+    """Run the operation with its own gradient."""
     return f(*inputs)
 
 
 def held(f: Operation, *inputs: Any) -> Tensor:
-    """The operation's value, fixed."""
+    """Run the operation without a gradient."""
     return f(*inputs).detach()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What stands for each kind of operation; by default the model's own gradient, with scales and gates held.
+    """A substitute for each kind of operation; by default the model's own gradient, with scales and gates held.
 
     Attributes:
         matmul: a matrix product of two live values: scores, and patterns times values.
-        multiply: an elementwise product of two live values: an activation times what it gates.
-        activation: φ(z) of each number, of what the model uses as its activation.
-        function: any other function of each number: exponentials, soft caps.
-        scale: what a norm divides by, or one over it, and sigmoids, which are gates.
-        softmax: attention patterns, of scores and the dimension that they are normalised over.
-        mean: a value that is fixed: itself, or of two runs their mean.
-        runs: of how many runs the map is.
-        head: the same for prediction heads that are read from their weights, as `rule` of an operator.
-        needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
-        affine: whether it makes one run an affine map, whose scores and bias sum to the model's own number. What
-            `core.families` names is then held, too, and a sum that misses is refused.
+        multiply: an elementwise product of two live values, such as an activation times a gate.
+        activation: φ(z), elementwise, for the model's activation function.
+        function: any other elementwise function: exponentials, soft caps.
+        scale: the denominator of a norm, or its inverse, and sigmoids, which are gates.
+        softmax: attention patterns, from scores and the dimension of normalisation.
+        mean: a value that is held: itself, or the mean over two runs.
+        runs: the number of runs that the map describes.
+        head: the corresponding rule for prediction heads that are read from their weights, as an operator's `rule`.
+        needs: names of `tensorlens_tl.requirements.REQUIREMENTS` that a model must meet.
+        affine: whether one run becomes an affine map, whose scores and bias sum to the model's own logit. The factors
+            named in `core.families` are then held too, and a sum that misses the logit raises an error.
     """
 
     matmul: Operation = unchanged
@@ -76,7 +76,7 @@ class Rule:
 
 
 class Constant(torch.autograd.Function):
-    """A value that does not depend on the sources of the map, times a number that is 1: its gradient is the bias."""
+    """A value that does not depend on the sources of the map, times a 1 whose gradient is the bias."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, one: Tensor) -> Tensor:  # noqa: D102
@@ -87,19 +87,19 @@ class Constant(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:  # noqa: D102
         (value,) = ctx.saved_tensors
-        finite = value.masked_fill(~value.isfinite(), 0)  # −∞ where a mask was added, memory that nothing has filled
+        finite = value.masked_fill(~value.isfinite(), 0)  # −∞ from masks, or uninitialised memory
         return None, (gradients[0].to(ctx.dtype) * finite).sum()
 
 
 class Ones:
-    """The leaf, 1, by which an affine rule multiplies every constant that is added, on each device of a run."""
+    """The leaf, 1, by which an affine rule multiplies every added constant, on each device of a run."""
 
     def __init__(self) -> None:
         self.leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
         self._on: dict[torch.device, Tensor] = {}
 
     def times(self, value: Tensor) -> Tensor:
-        """The value, as a constant of the map."""
+        """Return the value as a constant of the map."""
         at = value.device
         if at not in self._on:
             self._on[at] = self.leaf.to(at, torch.float32 if at.type == "mps" else torch.float64)
@@ -107,17 +107,17 @@ class Ones:
 
 
 ONES: ContextVar[Ones | None] = ContextVar("ONES", default=None)
-"""Those of the run of this thread, where its rule is affine."""
+"""The `Ones` of this thread's run, if its rule is affine."""
 
 
 def constant(value: Tensor) -> Tensor:
-    """What a rule adds that depends on no source: part of the bias, where the rule is affine."""
+    """Mark a value that a rule adds and that depends on no source: it is part of the bias if the rule is affine."""
     ones = ONES.get()
     return value if ones is None else ones.times(value)
 
 
 class Half(torch.autograd.Function):
-    """A value of whose gradient half passes."""
+    """The identity with half of its gradient."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # noqa: D102
@@ -129,7 +129,7 @@ class Half(torch.autograd.Function):
 
 
 class Stands(torch.autograd.Function):
-    """The value of one tensor with the gradient of another, which stands for it."""
+    """The value of one tensor with the gradient of another."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, linear: Tensor, of_activation: bool = False) -> Tensor:  # noqa: D102
@@ -142,17 +142,17 @@ class Stands(torch.autograd.Function):
 
 
 def stands(value: Tensor, linear: Tensor) -> Tensor:
-    """The value of one tensor with the gradient of another, which stands for it."""
+    """Return the value of one tensor with the gradient of another."""
     return Stands.apply(value.detach(), linear)
 
 
 def shared(f: Operation, x: Tensor, y: Tensor) -> Tensor:
-    """A product of which each factor gets half."""
+    """Run a product in which each factor gets half of the gradient."""
     return f(Half.apply(x), Half.apply(y))
 
 
 def by_ratio(f: Operation, z: Tensor) -> Tensor:
-    """φ(z) as (φ(z) − φ(0))/z · z + φ(0), with φ'(0) for the ratio at zero: φ(0) is a constant."""
+    """Run φ(z) as (φ(z) − φ(0))/z · z + φ(0), with φ'(0) as the ratio at zero and a constant φ(0)."""
     at = z.detach()
     out, offset = f(at), f(torch.zeros_like(at))
     ratio, is_zero = (out - offset) / at, at == 0
@@ -163,25 +163,25 @@ def by_ratio(f: Operation, z: Tensor) -> Tensor:
 
 
 def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:
-    """A softmax that is differentiated at twice its temperature, without the factor ½."""
+    """Run a softmax whose gradient is taken at twice its temperature, without the factor ½."""
     return weighted(f(scores.detach(), dim), scores, (scores.detach() / 2).softmax(dim), dim)
 
 
 def weighted(pattern: Tensor, scores: Tensor, weights: Tensor, dim: int) -> Tensor:
-    """A softmax that is differentiated with weights of its own: w·(s − Σ w·s / Σ w)."""
+    """Run a softmax whose gradient uses other weights: w·(s − Σ w·s / Σ w)."""
     given = weights * scores.masked_fill(weights == 0, 0.0)  # a masked score is −∞
     return stands(pattern, given - weights * (given.sum(dim, keepdim=True) / weights.sum(dim, keepdim=True)))
 
 
 def derivative(f: Operation, z: Tensor) -> Tensor:
-    """φ'(z) of each number."""
+    """Return φ'(z) elementwise."""
     with torch.enable_grad():
         z = z.detach().requires_grad_()
         return torch.autograd.grad(f(z).sum(), z)[0]
 
 
 class Doubt(torch.autograd.Function):
-    """A value that no gradient may pass, as nothing says what of it is held."""
+    """A value through which no gradient may pass, as it is undefined which of its factors are held."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, message: str) -> Tensor:  # noqa: D102
@@ -194,17 +194,17 @@ class Doubt(torch.autograd.Function):
 
 
 def doubted(f: Operation, *inputs: Any) -> Tensor:
-    """The operation, whose gradient is refused if the answer needs it."""
+    """Run the operation; its gradient raises an error if it is needed."""
     return Doubt.apply(
         f(*inputs),
-        f"{getattr(f, '__name__', 'an operation')} in {calling_module()}: the answer depends on it, and nothing says "
-        "what of it is held: it is no activation, pattern or scale, and no factor of it is. Methods over the operator "
-        "(tensorlens, cp-lrp) work.",
+        f"{getattr(f, '__name__', 'an operation')} in {calling_module()}: the result depends on it, and the rule does "
+        "not define what to hold fixed: neither it nor one of its factors is an activation, pattern or scale. Use a "
+        "method based on the operator (tensorlens, cp-lrp).",
     )
 
 
 def calling_module() -> str:
-    """The class of the module whose code computes."""
+    """Return the class name of the module whose code is running."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -215,7 +215,7 @@ def calling_module() -> str:
 
 
 def gates_held(f: Operation, x: Tensor, y: Tensor) -> Tensor:
-    """A product in which the activation is held; of other products it is in doubt what is."""
+    """Run a product with its activation held; any other product is `doubted`."""
     of_x, of_y = is_activation(x), is_activation(y)
     if of_x is of_y:
         return doubted(f, x, y)
@@ -223,12 +223,12 @@ def gates_held(f: Operation, x: Tensor, y: Tensor) -> Tensor:
 
 
 def ratios_go_on(f: Operation, x: Tensor) -> Tensor:
-    """A function of an activation is one, as relu(z)² is; of any other function it is in doubt what is held."""
+    """Run a function of an activation, such as relu(z)², as an activation; any other function is `doubted`."""
     return by_ratio(f, x) if is_activation(x) else doubted(f, x)
 
 
 def is_activation(x: Tensor) -> bool:
-    """Whether a value is φ(z) as `by_ratio` gives it, perhaps viewed, cut, cast or scaled."""
+    """Return whether a value is φ(z) from `by_ratio`, possibly viewed, cut, cast or scaled."""
     node: Any = x.grad_fn
     while node is not None and node.name().partition("Backward")[0] in ELEMENTWISE:
         live = [before for before, _ in node.next_functions if before is not None]
@@ -244,33 +244,33 @@ ELEMENTWISE = frozenset(
         "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Index", "Alias", "Clone", "ToCopy", "Mul", "Div",
     )
 )  # fmt: skip
-"""What autograd calls operations after which a number is still that of an activation."""
+"""Autograd's names of operations that leave an activation an activation."""
 
 
 TANGENT = Rule(scale=unchanged, needs=())
 """The model's own gradient."""
 
 FROZEN = Rule(doubted, gates_held, by_ratio, function=ratios_go_on, softmax=held, head="frozen", needs=(), affine=True)
-"""TensorLens: patterns, scales and gates are held, φ is φ(z)/z."""
+"""TensorLens: patterns, scales and gates are held; φ becomes φ(z)/z."""
 
 RELP = Rule(multiply=shared, activation=by_ratio, head="frozen-split")
-"""Jafari et al. 2025, attention live: gates are shared, φ is φ(z)/z, attention keeps its gradient."""
+"""Jafari et al. 2025 with live attention: gates are shared; φ becomes φ(z)/z; attention keeps its gradient."""
 
 ATTNLRP = Rule(matmul=shared, multiply=shared, activation=by_ratio, head="frozen-split")
-"""Achtibat et al. 2024: every product is shared between its factors, φ is φ(z)/z, softmax keeps its gradient."""
+"""Achtibat et al. 2024: every product is shared by its factors; φ becomes φ(z)/z; softmax keeps its gradient."""
 
 GIM = Rule(matmul=shared, softmax=softened, needs=("attention_products", "full_rows"))
-"""Edin et al. 2025: products of attention are shared, softmax is softer on the way back, MLPs keep their gradient."""
+"""Edin et al. 2025: attention products are shared; softmax has a softer gradient; MLPs keep their gradient."""
 
 
 # ------------------------------------------------------------------ two runs
 
 
 def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Rule:
-    """The exact difference of two runs: nothing is held.
+    """Return the rule for the exact difference of two runs, in which nothing is held.
 
     Args:
-        pair: a value of this run, and what it is in the other one.
+        pair: maps a value of this run to the pair of this and the other run's values.
     """
 
     def mean(x: Tensor) -> Tensor:
@@ -282,14 +282,14 @@ def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Rule:
         return stands(f(x.detach(), y.detach()), f(x, mean(y)) + f(mean(x), y))
 
     def by_slope(f: Operation, z: Tensor) -> Tensor:
-        """A function by its slope between the values of both runs."""
+        """Use the slope of a function between the two runs' values."""
         out = f(z.detach())
         steep = slope(lambda middle: derivative(f, middle), pair(z), pair(out))
-        steep.masked_fill_(steep.isnan(), 0)  # −∞ in both runs, where a mask was added
+        steep.masked_fill_(steep.isnan(), 0)  # −∞ in both runs, from a mask
         return stands(out, z * steep)
 
     def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
-        """A softmax by the logarithmic mean of both patterns."""
+        """Use the logarithmic mean of the two patterns."""
         first, second = (run.double().log_softmax(dim) for run in pair(scores))
         return weighted(f(scores.detach(), dim), scores, logarithmic_mean(first, second).to(scores), dim)
 
@@ -300,14 +300,14 @@ def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Rule:
 
 
 RULES: dict[str, Rule] = {"attnlrp": ATTNLRP, "frozen": FROZEN, "gim": GIM, "relp": RELP, "tangent": TANGENT}
-"""Rules of one run by their names, those that users register among them."""
+"""Rules of one run by name, including those that users register."""
 
 
 def rule_of(rule: Any) -> Rule:
-    """A rule, or the rule of a name.
+    """Return a rule, given itself or its name.
 
     Raises:
-        InvalidInputError: neither.
+        InvalidInputError: it is neither a rule of one run nor the name of one.
     """
     if isinstance(rule, Rule) and rule.runs == 1:
         return rule
@@ -315,7 +315,7 @@ def rule_of(rule: Any) -> Rule:
         return RULES[rule]
     if rule == "secant" or isinstance(rule, Rule):
         raise InvalidInputError(
-            f"rule={rule!r} is of two runs. Ask about tlens.difference(first, second): any question takes it."
+            f"rule={rule!r} is of two runs. Pass tlens.difference(first, second) instead of one run, without rule=."
         )
     names = ", ".join(map(repr, RULES))
     raise InvalidInputError(f"rule={rule!r}; use one of {names}, or a tlens.Rule.{nearest(rule, RULES)}")

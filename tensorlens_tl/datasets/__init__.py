@@ -1,4 +1,4 @@
-"""A method over a data set: run in batches, written in shards, resumed where it stopped, read back lazily."""
+"""Running a method over a data set: in batches, written as shards, resumable, and read back lazily."""
 
 from tensorlens_tl.datasets.folder import DatasetResults, load_results
 from tensorlens_tl.datasets.rows import Rows as Rows, RowSource as RowSource

@@ -1,11 +1,12 @@
-"""A run's folder: its manifest, its shards, who is writing which of them, and reading it back: as results, as tables.
+"""The folder of a data-set run: manifest, shards, locking, and reading results back as objects or tables.
 
-``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
-shard is written under a temporary name and renamed when it is whole. Who writes one holds its lock, which the system
+``manifest.json`` describes the run (model, data, method, options) and assigns rows to batches and shards. A shard is
+written under a temporary name and renamed once it is complete. Its writer holds a lock, which the operating system
 releases when the process ends.
 
-A shard's seal says which run it belongs to, its number, and digests of all it holds. It finds damage, edits and files
-of other runs; it is no signature. It stands in the shard's metadata, beside the facts that its rows have in common.
+A shard's seal records the run it belongs to, its number, and digests of its contents. It detects damage, edits and
+files of other runs, but it is not a signature. It is stored in the shard's metadata, next to the facts that the shard's
+rows have in common.
 """
 
 import contextlib
@@ -45,33 +46,33 @@ if TYPE_CHECKING:
     Quantiles = float | Sequence[float] | np.ndarray | torch.Tensor
     """One share of the values, or several."""
 else:
-    Quantiles = Any  # what is no share is refused by `summary`
+    Quantiles = Any  # `summary` checks it
 
 FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
 MANIFEST = "manifest.json"
 BATCHES_PER_SHARD = 8
-"""A shard ends after so many batches at most, which is what a crash may cost."""
+"""The most batches per shard, which bounds what a crash may cost."""
 
 ROWS_PER_SHARD = 512
-"""A shard ends with the batch that brings it to so many rows."""
+"""A shard ends with the batch that reaches this many rows."""
 
 SEAL = "tensorlens_tl.seal"
-"""Where a shard's metadata hold its seal."""
+"""The metadata key of a shard's seal."""
 
 CONFIGURATION = "configuration"
 LISTED = 6
-"""So many differences of two configurations are listed."""
+"""How many differences between two configurations a message lists."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run is.
+    """The description of a run.
 
     Attributes:
-        identity: what must be the same when it is resumed, as JSON: model, data, method, options, `keep`.
-        batches: the rows of each batch; the last has those that are no prompt, if any (`rejected`).
-        shards: the first batch of each shard, and the one after its last.
+        identity: everything that must be the same to resume the run, as JSON: model, data, method, options, `keep`.
+        batches: the rows of each batch; the last one holds the rows that are not prompts, if any (`rejected`).
+        shards: for each shard, its first batch and the one after its last.
         double: whether scores are float64.
     """
 
@@ -82,17 +83,17 @@ class Manifest:
     double: bool
 
     def rows_of(self, shard: int) -> list[int]:
-        """The rows of a shard, by number."""
+        """Return the row numbers of a shard."""
         return [row for batch in self.batches[slice(*self.shards[shard])] for row in batch]
 
     @cached_property
     def rows(self) -> int:
-        """How many rows the data set has."""
+        """The number of rows in the data set."""
         return sum(map(len, self.batches))
 
     @cached_property
     def digest(self) -> str:
-        """What tells the run from others."""
+        """A digest that identifies the run."""
         return _digest(asdict(self))
 
 
@@ -101,7 +102,7 @@ def planned(
 ) -> tuple[list[list[int]], list[Any]]:
     """Plan batches of rows of similar length, longest first, and shards of batches.
 
-    A batch of several rows has at most `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
+    A batch of several rows has at most `tokens_per_batch` tokens. Rows that are not prompts form a batch of their own.
     """
     refused = set(rejected)
     prompts = [row for row in range(len(lengths)) if row not in refused]
@@ -131,14 +132,14 @@ class Folder:
     # ------------------------------------------------------------------ the manifest
 
     def begun(self) -> bool:
-        """True if a run was begun here."""
+        """Whether a run was begun here."""
         return (self.path / MANIFEST).is_file()
 
     def begin(self, manifest: Manifest, resume: bool) -> Manifest:
-        """Write the manifest, or resume the run whose manifest is in the folder."""
+        """Write the manifest, or check that the run in the folder is the same, to resume it."""
         import filelock
 
-        self._check_ours()  # also before anything is written
+        self._check_ours()  # before anything is written
         lock = filelock.FileLock(self.path / "locks" / "manifest")
         try:
             (self.path / "locks").mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ class Folder:
         except OSError as error:
             raise InvalidInputError(f"out={self.path}: cannot write there ({error.strerror or error}).") from error
         try:
-            for half in self.path.glob(f".{MANIFEST}.*.tmp"):  # who wrote it was killed
+            for half in self.path.glob(f".{MANIFEST}.*.tmp"):  # left behind by a process that was killed
                 half.unlink()
             if not self.begun():
                 self._check_ours()
@@ -163,7 +164,7 @@ class Folder:
             lock.release()
 
     def _check_same(self, earlier: Manifest, manifest: Manifest) -> None:
-        """Raise InvalidInputError where the run that was begun here is of another model, data or options."""
+        """Raise InvalidInputError if the run in this folder has another model, data or options."""
         for name, value in manifest.identity.items():
             before = earlier.identity.get(name)
             if json.dumps(before, sort_keys=True) != json.dumps(value, sort_keys=True):
@@ -173,23 +174,23 @@ class Folder:
                 )
 
     def _check_ours(self) -> None:
-        """Raise InvalidInputError where the folder holds files and no run."""
+        """Raise InvalidInputError if the folder contains files but no run."""
         if not self.path.is_dir() or self.begun():
             return
         names = [path.name for path in self.path.iterdir()]
         foreign = sorted(name for name in names if name != "locks" and not name.startswith(f".{MANIFEST}."))
         if foreign:
             raise InvalidInputError(
-                f"out={self.path}: the folder holds {foreign[0]!r} and no {MANIFEST}; name a new or an empty folder."
+                f"out={self.path}: the folder contains {foreign[0]!r} and no {MANIFEST}; name a new or an empty folder."
             )
 
     def manifest(self) -> Manifest:
-        """The run that was begun here."""
+        """Read the manifest of the run in this folder."""
         path = self.path / MANIFEST
         if self.path.is_file():
             raise FileFormatError(
                 f"{self.path} is a file; pass the folder that attribute_dataset(model, rows, folder) wrote. A single "
-                "result is read by its class, as tlens.Attribution.load(path)."
+                "result is read by its class, such as tlens.Attribution.load(path)."
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -199,7 +200,7 @@ class Folder:
                 raise FileFormatError(f"{path}: format {content['version']} is newer than this library's; update it.")
             if content["version"] < VERSION:
                 raise FileFormatError(
-                    f"{path}: format {content['version']} is an older one; run it again, in a new folder."
+                    f"{path}: format {content['version']} is no longer supported; run it again, in a new folder."
                 )
             facts = content["facts"]
             if content["digest"] != _digest(facts):
@@ -218,15 +219,15 @@ class Folder:
     # ------------------------------------------------------------------ shards
 
     def shard(self, number: int) -> Path:
-        """The file of a shard."""
+        """Return the path of a shard."""
         return self.path / f"part-{number:05d}.parquet"
 
     def shards(self, manifest: Manifest) -> list[int]:
-        """The shards that are written."""
+        """Return the numbers of the shards written so far."""
         return [number for number in range(len(manifest.shards)) if self.shard(number).exists()]
 
     def results(self, batch: int, row: int | None) -> Path:
-        """The file of one whole result, where those are saved: of a batch, or of one row of a batch that failed."""
+        """Return the path of a whole result: of a batch or, if the batch failed as a whole, of one of its rows."""
         name = f"batch-{batch:06d}"
         if row is not None:
             name += f"-row-{row}"
@@ -234,8 +235,10 @@ class Folder:
 
     @contextlib.contextmanager
     def claimed(self, number: int, wait: bool) -> Generator[bool, None, None]:
-        """Inside, whether this shard is ours to write: it is missing, and no other process writes it (or `wait` for
-        that one)."""
+        """Yield whether this shard is ours to write: it is missing, and no other process is writing it.
+
+        With `wait`, wait for another process that is writing it.
+        """
         import filelock
 
         lock = filelock.FileLock(self.path / "locks" / f"part-{number:05d}")
@@ -245,23 +248,23 @@ class Folder:
             yield False
             return
         try:
-            for half in self.path.glob(f".{self.shard(number).name}.*.tmp"):  # who wrote it was killed
+            for half in self.path.glob(f".{self.shard(number).name}.*.tmp"):  # left behind by a process that was killed
                 half.unlink()
             yield not self.shard(number).exists()
         finally:
             lock.release()
 
     def write_shard(self, manifest: Manifest, number: int, table: "pa.Table") -> None:
-        """Write one shard in one step, sealed."""
+        """Write one shard in one step, with its seal."""
         import pyarrow.parquet as pq
 
         with self._whole(self.shard(number)) as temporary:
             whole = sealed(table, manifest.digest, number)
-            # no statistics: nothing checks them, and other programs skip rows by them
+            # without statistics: our checks do not cover them, and other programs use them to skip rows
             pq.write_table(whole, temporary, write_page_checksum=True, write_statistics=False)
 
     def read_shard(self, manifest: Manifest, number: int, columns: Sequence[str] | None = None) -> "pa.Table":
-        """One shard, or some of its columns and always `row`."""
+        """Read one shard, or some of its columns (always including `row`)."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -282,12 +285,12 @@ class Folder:
         return table
 
     def done(self, manifest: Manifest) -> int:
-        """How many rows are in shards that are written."""
+        """Return how many rows are in the shards written so far."""
         return sum(len(manifest.rows_of(number)) for number in self.shards(manifest))
 
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:
-        """A temporary name for a file, which is renamed once it is written and on the disk."""
+        """Yield a temporary name for a file, which is renamed once it is fully on disk."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with disk_of(path):
@@ -301,13 +304,13 @@ class Folder:
 
 @contextlib.contextmanager
 def disk_of(path: Path) -> Generator[None, None, None]:
-    """Inside, a full disk is an `OSError` that says which file of the run could not be written, and what to do."""
+    """Turn the error of a full disk into an `OSError` that names the file and says what to do."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        what = "the disk is full. What was written before is whole; make room and run again"
+        what = "the disk is full. Everything written so far is complete; free some space and run again"
         raise OSError(error.errno, f"{path}: {what}") from error
 
 
@@ -315,11 +318,11 @@ def _digest(facts: Mapping[str, Any], more: bytes = b"") -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + more).hexdigest()
 
 
-# ------------------------------------------------------------------ what a shard says of itself
+# ------------------------------------------------------------------ a shard's seal
 
 
 def sealed(table: "pa.Table", run: str, shard: int) -> "pa.Table":
-    """A shard's table with its seal; `run` is the digest of the run's manifest, `shard` its number there."""
+    """Add the seal to a shard's table; `run` is the digest of the manifest, `shard` the shard's number."""
     metadata = dict(table.schema.metadata or {})
     columns = {name: content_digest(table[name]) for name in table.column_names}
     seal = {"run": run, "shard": shard, "columns": columns}
@@ -328,10 +331,10 @@ def sealed(table: "pa.Table", run: str, shard: int) -> "pa.Table":
 
 
 def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | None:
-    """Say what is wrong with a shard that was read, or None; `table` has some of its columns, `names` are all."""
+    """Return what is wrong with a shard, or None; `table` may hold only some of its columns, `names` lists all."""
     metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
     if FACTS.encode() not in metadata or SEAL.encode() not in metadata:
-        return "it lacks the facts that a shard of this library holds; another program rewrote it"
+        return "it lacks the facts that a shard of this library contains; another program rewrote it"
     try:
         seal = json.loads(metadata[SEAL.encode()])
         json.loads(metadata[FACTS.encode()])
@@ -342,7 +345,7 @@ def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | N
         if seal["run"] != run:
             return "it belongs to another run"
         if seal["shard"] != shard:
-            return f"it is shard {seal['shard']}"
+            return f"it is shard {seal['shard']}, under another number"
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its facts cannot be read"
     for name in table.column_names:
@@ -352,7 +355,7 @@ def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | N
 
 
 def content_digest(column: "pa.ChunkedArray") -> str:
-    """SHA-256 of what a column holds: values, lengths, and what is missing, however a file lays them out."""
+    """Return the SHA-256 of a column's content (values, lengths and nulls), however the file encodes it."""
     streams = defaultdict[tuple[int, str], Any](hashlib.sha256)
     for chunk in column.chunks:
         _feed(chunk, streams, 0)
@@ -361,7 +364,7 @@ def content_digest(column: "pa.ChunkedArray") -> str:
 
 
 def _kind(of: "pa.DataType") -> str:
-    """A type by name, without what a file calls the entries of its lists."""
+    """Name a type, ignoring how a file names the entries of its lists."""
     import pyarrow as pa
 
     if pa.types.is_list(of):
@@ -370,10 +373,10 @@ def _kind(of: "pa.DataType") -> str:
 
 
 def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int) -> None:
-    """Add an array to the digests of its level, and what its lists hold to those of the next."""
+    """Add an array to the digests of its level, and its list items to those of the next."""
     import pyarrow as pa
 
-    compute: Any = importlib.import_module("pyarrow.compute")  # its functions come to be when it is imported
+    compute: Any = importlib.import_module("pyarrow.compute")  # its functions are only created on import
     streams[depth, "there"].update(array.is_valid().to_numpy(zero_copy_only=False).tobytes())
     present = array.drop_null()
     if pa.types.is_list(array.type):
@@ -386,13 +389,13 @@ def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int)
         streams[depth, "values"].update(present.to_numpy(zero_copy_only=False).tobytes())
 
 
-# ------------------------------------------------------------------ what a run is
+# ------------------------------------------------------------------ the identity of a run
 
 
 def model_identity(model: ModelLike) -> dict[str, Any]:
-    """Return what distinguishes models: names, versions, dtype, a digest of all numbers, configuration, hooks.
+    """Return what identifies a model: names, versions, dtype, a digest of its numbers, configuration, hooks.
 
-    Versions are this library's, TransformerLens' and transformers': another PyTorch only rounds otherwise. Of hooks
+    Versions are those of this library, TransformerLens and transformers; PyTorch's only affects rounding. Of hooks,
     only the hook points count.
     """
     view = ModelView(model)
@@ -407,7 +410,7 @@ def model_identity(model: ModelLike) -> dict[str, Any]:
 
 
 def differing(before: Any, now: Any) -> str:
-    """What differs, in few words: the entries of tables, else both values."""
+    """Describe what differs, briefly: by entry for tables, otherwise both values."""
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         return f"{before!r}, now {now!r}"
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -439,16 +442,16 @@ def _is_digest(value: Any) -> bool:
 
 
 ENDS = 1.96
-"""Standard errors from a mean to the ends of its 95 % interval."""
+"""The half-width of a 95 % interval, in standard errors of the mean."""
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 class DatasetResults:
-    """A run's results, finished or not, each read from the run's folder when needed.
+    """The results of a run, finished or not, read from its folder on demand.
 
-    `path` is the folder and `manifest` describes the run. Shards are plain Parquet files, which
-    ``datasets.load_dataset("parquet", data_files="run/part-*.parquet")``, pandas, polars and DuckDB read as well.
+    `path` is the folder and `manifest` describes the run. Shards are plain Parquet files that
+    ``datasets.load_dataset("parquet", data_files="run/part-*.parquet")``, pandas, polars and DuckDB can read as well.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -464,35 +467,35 @@ class DatasetResults:
 
     @property
     def shards(self) -> list[int]:
-        """The shards that are written."""
+        """The numbers of the shards written so far."""
         return self._folder.shards(self.manifest)
 
     @property
     def complete(self) -> bool:
-        """True if every row was dealt with."""
+        """Whether every row has been processed."""
         return len(self.shards) == len(self.manifest.shards)
 
     def __len__(self) -> int:
-        """Rows that were dealt with."""
+        """Return the number of rows processed so far."""
         return sum(len(self.manifest.rows_of(number)) for number in self.shards)
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator["pa.Table"]:
-        """Yield one shard after another as Arrow tables; raises `FileFormatError` for a damaged one."""
+        """Yield one shard after another as an Arrow table; raise `FileFormatError` for a damaged one."""
         for number in self.shards:
             yield self._folder.read_shard(self.manifest, number, columns)
 
     def __iter__(self) -> Iterator[tuple[str, Attribution | Terms | Evaluation]]:
-        """Ids and results of the rows that did not fail, shard by shard."""
+        """Yield ids and results of the rows that did not fail, shard by shard."""
         for table in self.tables():
             for row in table.to_pylist():
                 if row["error"] is None:
                     yield row["id"], self._result(row, table)
 
-    # which kind of result it is stands in the folder, not in the code that reads it
+    # the folder, not the calling code, determines the class of the results
     def __getitem__(self, id: str | int) -> Any:
         """Return the result of one row: an Attribution, Terms of a circuit, or an Evaluation of one unit.
 
-        Raises `InvalidInputError` where there is no such row (yet), or it failed.
+        Raises `InvalidInputError` if there is no such row (yet), or if it failed.
         """
         if str(id) not in self._rows:
             state = "" if self.complete else " among those that are done"
@@ -516,7 +519,7 @@ class DatasetResults:
 
     @cached_property
     def _rows(self) -> dict[str, tuple[int, int]]:
-        """Each row's shard, and its index in it, by id."""
+        """Each row's shard and its index in it, by id."""
         return {
             name: (shard, index)
             for shard, table in zip(self.shards, self.tables(["id"]), strict=True)
@@ -524,10 +527,10 @@ class DatasetResults:
         }
 
     def frames(self) -> "Iterator[pd.DataFrame]":
-        """Yield the long tables of the rows that did not fail, shard by shard.
+        """Yield long tables of the rows that did not fail, shard by shard.
 
-        Columns: `id` and `row` of the data set, then those of the result's own `to_dataframe` besides `batch`. After
-        ``keep="top:N"`` a line of the kind ``"rest"`` is the sum of what was not stored, so that lines still sum.
+        Columns: `id` and `row` of the data set, then those of the result's own `to_dataframe` except `batch`. With
+        ``keep="top:N"``, a row of kind ``"rest"`` is the sum of the scores that were not stored, so sums still hold.
 
         Raises:
             FileFormatError: a shard is damaged.
@@ -550,14 +553,14 @@ class DatasetResults:
                 yield pd.concat(frames, ignore_index=True)
 
     def to_dataframe(self, columns: Sequence[str] | None = None, *, long: bool = False) -> "pd.DataFrame":
-        """Return all rows in the data set's order, a line each.
+        """Return all rows in the order of the data set, one row each.
 
         Args:
-            columns: which; None is all of them.
-            long: one line per row, query and source instead, as `frames` yields them.
+            columns: the columns to return; None for all.
+            long: instead, one row per data-set row, query and source, as in `frames`.
 
         Raises:
-            InvalidInputError: no row is done yet, or no such column.
+            InvalidInputError: no row has been processed yet, or no such column.
             FileFormatError: a shard is damaged.
         """
         import pandas as pd
@@ -566,7 +569,7 @@ class DatasetResults:
         if long:
             frames = [*self.frames()]
             if not frames:
-                raise InvalidInputError(f"{self.path}: no row is done yet, or all failed.")
+                raise InvalidInputError(f"{self.path}: no row has been processed yet, or all failed.")
             frame = pd.concat(frames, ignore_index=True)
             frame = frame.sort_values("row", kind="stable", ignore_index=True)
             return _chosen(frame, columns)
@@ -579,24 +582,23 @@ class DatasetResults:
         return _chosen(frame.sort_values("row", ignore_index=True), columns)
 
     def summary(self, quantiles: Quantiles = QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
-        """Return the distribution of each component's effect over the rows that are done
-        (``method="logit_attribution"``).
+        """Return the distribution of each component's effect over the processed rows (``method="logit_attribution"``).
 
-        Exact; memory is that of some components over all rows, or of one shard.
+        The numbers are exact. Memory holds some of the components over all rows, or one shard.
 
         Args:
-            quantiles: which, as shares of the values; between two values they are interpolated.
-            names: of some components only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer.
-            memory: what may be allocated at once, as ``"512MB"`` or bytes; less reads the shards more often.
+            quantiles: the quantiles to compute, from 0 to 1, interpolated between values.
+            names: only some components: ``"L*H*"`` selects heads, ``"L3H*"`` those of one layer.
+            memory: what may be allocated at once, as ``"512MB"`` or bytes; with less, shards are read more often.
 
         Returns:
-            A line for each component: `count`, `mean`, `low`, `high`, `variance` (with count − 1), `std`, and the
-            quantiles as ``"5%"``. Each query of each row is one value. `low` and `high` are the mean's 95 % interval,
-            1.96 standard errors each way, where rows are independent and the queries of one row are not; too narrow
-            below some 30 rows, NaN for one.
+            One row per component: `count`, `mean`, `low`, `high`, `variance` (with count − 1), `std`, and the quantiles
+            as ``"5%"``. Each query of each row is one value. `low` and `high` are the mean's 95 % interval, ±1.96
+            standard errors, treating rows (not the queries within a row) as independent; it is too narrow below some 30
+            rows, and NaN for one.
 
         Raises:
-            InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.
+            InvalidInputError: the rows are not terms, no row is processed, or an unknown component or quantile.
             FileFormatError: a shard is damaged.
         """
         import pandas as pd
@@ -605,16 +607,16 @@ class DatasetResults:
         shares = _quantiles(quantiles)
         bound = in_bytes(memory)
         terms = list[str]()
-        lengths = list[int]()  # of the rows, in queries
+        lengths = list[int]()  # queries per row
         for table in self.tables(["shape"]):
             terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
             lengths += [shape[0] for shape in table["shape"].to_pylist() if shape is not None]
         chosen = [name for name in terms if fnmatchcase(name, names)]
         if not chosen:
             raise InvalidInputError(f"names={names!r}: there are {', '.join(terms[:8])}, …")
-        # shards hold a row's terms side by side: as many terms as fit are gathered from all shards at once
+        # shards store a row's terms together, so as many terms as fit into memory are gathered from all shards at once
         count = sum(lengths)
-        at_once = max(1, bound // (3 * 8 * max(1, count)))  # the values, and what the variance and the quantiles copy
+        at_once = max(1, bound // (3 * 8 * max(1, count)))  # the values, and copies for the variance and the quantiles
         lines: list[list[float]] = []
         for start in range(0, len(chosen), at_once):
             values = self._gathered(chosen[start : start + at_once], count)
@@ -625,7 +627,7 @@ class DatasetResults:
         return frame
 
     def _gathered(self, terms: Sequence[str], count: int) -> np.ndarray:
-        """Each term's value at every query of every row, `[term, value]`; zero where a batch had no such term."""
+        """Return each term's value at every query of every row, `[term, value]`; zero where a batch lacks the term."""
         values = np.zeros((len(terms), count))
         start = 0
         for table in self.tables(["scores"]):
@@ -641,12 +643,12 @@ class DatasetResults:
         return values
 
     def evaluation(self) -> Evaluation:
-        """Return all rows of `evaluate.perturbation_dataset` that are done as one evaluation, in the data set's order.
+        """Return the processed rows of `evaluate.perturbation_dataset` as one evaluation, in the data set's order.
 
-        Every row's curves are in memory: eight bytes for each metric, method and step.
+        All curves are held in memory: eight bytes per row, metric, method and step.
 
         Raises:
-            InvalidInputError: the rows are no evaluations, or no row is done.
+            InvalidInputError: the rows are not evaluations, or no row is processed.
             FileFormatError: a shard is damaged.
         """
         self._check_kind("Evaluation", "evaluation", "of evaluate.perturbation_dataset")
@@ -665,29 +667,28 @@ class DatasetResults:
                 curves_of[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
                 units[row["row"]] = row["id"]
         if not curves_of:
-            raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
+            raise InvalidInputError("evaluation: no row of this run has been processed, or all failed.")
         order = sorted(curves_of)
         curves = torch.from_numpy(np.stack([curves_of[row] for row in order], axis=2))
         return _evaluation(curves, [units[row] for row in order], facts, failed)
 
     def _check_kind(self, kind: str, name: str, what: str) -> None:
-        """Raise InvalidInputError unless the rows are of such a kind."""
         shards = map(facts_in, self.tables(["row"]))
         kinds = {facts.get("result", "Attribution") for facts in shards if "dtype" in facts}
         if not kinds:
-            raise InvalidInputError(f"{name}: no row of {self.path} is done, or all failed.")
+            raise InvalidInputError(f"{name}: no row of {self.path} has been processed, or all failed.")
         if kinds != {kind}:
             method = self.manifest.identity["method"]
             raise InvalidInputError(f"{name}: these rows are results of {method!r}, not {what}.")
 
     def errors(self) -> "pd.DataFrame":
-        """The rows that failed: `row`, `id` and `error`."""
+        """Return the rows that failed: `row`, `id` and `error`."""
         frame = self.to_dataframe(["row", "id", "error"])
         return frame.dropna(subset=["error"]).reset_index(drop=True)
 
 
 def _chosen(frame: "pd.DataFrame", columns: Sequence[str] | None) -> "pd.DataFrame":
-    """Some columns of a table, in this order; None is all of them."""
+    """Return some columns of a table, in this order; None for all."""
     if columns is None:
         return frame
     _check_columns(columns, frame.columns)
@@ -695,17 +696,16 @@ def _chosen(frame: "pd.DataFrame", columns: Sequence[str] | None) -> "pd.DataFra
 
 
 def _check_columns(columns: Sequence[str], known: Iterable[str]) -> None:
-    """Raise InvalidInputError for a column that there is not."""
     for name in columns:
         check_choice("columns", name, known)
 
 
 @checked_names
 def load_results(path: str | os.PathLike[str]) -> DatasetResults:
-    """Load the results of a run that `attribute_dataset` began.
+    """Open the results of a run that `attribute_dataset` began.
 
     Raises:
-        FileFormatError: there is no run in that folder, or its manifest is damaged.
+        FileFormatError: the folder holds no run, or its manifest is damaged.
     """
     return DatasetResults(path)
 
@@ -713,12 +713,12 @@ def load_results(path: str | os.PathLike[str]) -> DatasetResults:
 def _statistics(values: np.ndarray, lengths: Sequence[int], shares: Sequence[float]) -> np.ndarray:
     """Return mean, interval, variance, standard deviation and quantiles of each line of `[term, value]`.
 
-    A row's values, as many as `lengths` says, are adjacent. The argument is overwritten.
+    Each row's values are adjacent, with counts in `lengths`. The argument is overwritten.
     """
     mean = values.mean(axis=1)
     error = np.full(len(values), np.nan)
     rows = len(lengths)
-    if rows > 1:  # each row's sum of deviations counts once, however many queries it has
+    if rows > 1:  # a row's deviations are summed first, so that it counts once, however many queries it has
         starts = np.cumsum([0, *lengths[:-1]])
         deviations = np.add.reduceat(values, starts, axis=1) - np.outer(mean, lengths)
         error = np.sqrt(rows / (rows - 1) * (deviations**2).sum(axis=1)) / values.shape[1]
@@ -745,7 +745,7 @@ def _quantiles(quantiles: Quantiles) -> list[float]:
 
 
 def _evaluation(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any], failed: int = 0) -> Evaluation:
-    """Curves `[metric, method, unit, step]` as an evaluation, described by a shard's `facts`."""
+    """Turn curves `[metric, method, unit, step]` into an evaluation, using a shard's `facts`."""
     axis = torch.tensor(facts["axis"], dtype=torch.float64)
     settings = facts["settings"] | {"prompts": len(units)}
     if failed:
@@ -765,7 +765,7 @@ def _evaluation(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any]
 
 
 def _stored(frame: "pd.DataFrame", row: Mapping[str, Any], result: Attribution) -> "pd.DataFrame":
-    """Without the lines of source tokens whose scores were not stored, and with their sum as one line per query."""
+    """Replace rows for source tokens whose scores were not stored by their sum, one row per query."""
     import pandas as pd
 
     if result.scores.ndim != 3:

@@ -1,4 +1,4 @@
-"""Which rows does a data set hold? Read once, checked, and turned into token ids."""
+"""Reading a data set's rows: all at once, checked, and converted to token ids."""
 
 import hashlib
 import json
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     import pandas as pd
 
     RowSource = str | os.PathLike[str] | pd.DataFrame | Iterable[Mapping[str, Any] | str | Sequence[int]]
-    """A file, a data frame, a Hugging Face data set, or an iterable of tables, texts or lists of token ids."""
+    """A file, a data frame, a Hugging Face data set, or an iterable of mappings, texts or lists of token ids."""
 else:
-    RowSource = Any  # what holds no rows is refused by `read_rows`
+    RowSource = Any  # `read_rows` checks it
 
 
 @dataclass
 class Rows:
-    """The rows of a data set in its order.
+    """The rows of a data set, in order.
 
     Attributes:
-        ids: their names, all different.
-        tokens: each row's token ids; empty where the row is no prompt.
-        errors, dropped: by row number, what is wrong, and how many tokens were cut off.
-        options: each option's values from a column, such as targets.
+        ids: the rows' names, all different.
+        tokens: each row's token ids; empty if the row is not a prompt.
+        errors, dropped: by row number, the error message, and the number of tokens cut off.
+        options: for each option taken from a column, such as targets, the value for each row.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Rows:
         return len(self.ids)
 
     def prompts(self) -> list[int]:
-        """The rows that are prompts, by number."""
+        """Return the numbers of the rows that are prompts; raise `InvalidInputError` if there are none."""
         good = [row for row in range(len(self)) if row not in self.errors]
         if not good:
             first = min(self.errors)
@@ -55,13 +55,13 @@ class Rows:
         return good
 
     def record(self, row: int) -> dict[str, Any]:
-        """What is known of a row before it is run, by the columns of a shard."""
+        """Return what is known about a row before it is run, as columns of a shard."""
         return {
             "id": self.ids[row], "row": row, "token_ids": self.tokens[row], "dropped_tokens": self.dropped.get(row, 0),
         }  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
+        """Return everything a run depends on: the number of rows, and digests of ids, token ids and each column."""
         parts: dict[str, Iterable[bytes]] = {
             "ids": (json.dumps(name).encode() for name in self.ids),
             "tokens": (
@@ -82,7 +82,7 @@ class Rows:
 
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInputError` for a column of an option that rows cannot have, or that is also given."""
+    """Raise `InvalidInputError` for columns naming an unsupported option, or one that is also passed directly."""
     names = set(columns or {})
     unknown = sorted(names - set(PER_PROMPT))
     if unknown:
@@ -94,7 +94,7 @@ def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any])
 
 
 def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
-    """Every row of a data set, tokenized; a row that is no prompt has an error instead."""
+    """Read and tokenize every row of a data set; rows that are not prompts get an error instead."""
     columns = reading.columns or {}
     rows = Rows(options={option: [] for option in columns})
     number_of = dict[str, int]()
@@ -107,14 +107,14 @@ def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
         if name in number_of:
             raise InvalidInputError(
                 f"rows: {reading.id}={name!r} names row {number_of[name]} and row {number}; ids must differ, also as "
-                "texts (1 and '1' do not). Name another column with id=, or leave the ids out."
+                "texts (1 and '1' do not). Name another column with id=, or remove the ids."
             )
         number_of[name] = number
         rows.ids.append(name)
         for option, column in columns.items():
             rows.options[option].append(plain(row.get(column)))
             if row.get(column) is None:
-                rows.errors[number] = f"{column}: missing, and it is this row's {option}"
+                rows.errors[number] = f"{column}: missing, but needed as this row's {option}"
         rows.tokens.append(_prompt(view, row, number, reading, rows))
     if not len(rows):
         raise InvalidInputError("rows: there is none. Pass a file, a data set, or a list of texts.")
@@ -122,7 +122,7 @@ def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
 
 
 def _prompt(view: ModelView, row: Mapping[str, Any], number: int, reading: Reading, rows: Rows) -> np.ndarray:
-    """One row's token ids, cut to the context where they may be; `rows` gets its error, or how many were cut off."""
+    """Return one row's token ids, truncated to the context if allowed; record errors and dropped tokens in `rows`."""
     value = row.get(reading.text)
     try:
         ids = _token_ids(view, value, reading.text, reading.prepend_bos)
@@ -140,7 +140,7 @@ def _prompt(view: ModelView, row: Mapping[str, Any], number: int, reading: Readi
         return ids
     rows.dropped[number] = excess
     special = getattr(view.tokenizer, "all_special_ids", None) or ()
-    if isinstance(value, str) and int(ids[-1]) in special:  # an encoder's [SEP] stays
+    if isinstance(value, str) and int(ids[-1]) in special:  # keep an encoder's [SEP]
         return np.concatenate([ids[: view.n_ctx - 1], ids[-1:]])
     return ids[: view.n_ctx]
 
@@ -163,7 +163,7 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
 def _name(value: Any, column: str, number: int) -> str:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidInputError(f"rows: {column} of row {number} is {value!r}; an id is a text or an integer.")
+        raise InvalidInputError(f"rows: {column} of row {number} is {value!r}; an id must be a text or an integer.")
     _check_unicode(str(value), f"rows: {column} of row {number}")
     return str(value)
 
@@ -176,9 +176,8 @@ def _check_unicode(value: str, column: str) -> None:
 
 
 def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | None) -> np.ndarray:
-    """One row's token ids."""
     value = plain(value)
-    if value is None or (isinstance(value, float) and value != value):  # a data frame's gap
+    if value is None or (isinstance(value, float) and value != value):  # NaN marks a missing value in a data frame
         raise InvalidInputError(f"{column}: missing")
     if isinstance(value, bytes | bytearray):
         raise InvalidInputError(f"{column}: bytes, not text; decode them first, as with .decode('utf-8')")
@@ -189,7 +188,7 @@ def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | Non
     elif not isinstance(value, Sequence) or not value:
         raise InvalidInputError(f"{column}: {value!r} is neither a text, nor messages of a chat, nor token ids")
     elif chats_in(value) is None and any(isinstance(entry, str | Sequence) for entry in value):
-        raise InvalidInputError(f"{column}: a list of texts or of lists is no one prompt; pass a text, or token ids")
+        raise InvalidInputError(f"{column}: a list of texts or of lists is not one prompt; pass a text, or token ids")
     ids = np.asarray(token_rows(view, value, prepend_bos)[0].cpu(), dtype=np.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= view.d_vocab:
         raise InvalidInputError(f"{column}: token ids are 0 to {view.d_vocab - 1}, not {ids.min()} to {ids.max()}")

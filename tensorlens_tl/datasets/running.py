@@ -1,4 +1,4 @@
-"""A method, or a function of `circuits`, over a data set."""
+"""Running a method, or a function of `circuits`, over a data set."""
 
 import os
 import sys
@@ -28,17 +28,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Engine = Literal["ray"] | None
-    """Where a run computes: None in this process, or on the actors of a Ray cluster."""
+    """Where to compute: None for this process, or ``"ray"`` for the actors of a Ray cluster."""
 
     LoadModel = Callable[[], ModelLike]
     """A function without arguments that loads the model."""
 else:
-    Engine = LoadModel = Any  # our own errors say what is wrong with an argument
+    Engine = LoadModel = Any  # checked at run time, with better messages
 
 
 PROBED = 4
-"""So many rows, from the shortest to the longest, are tried before a run begins, until one does not fail: where all of
-them fail, the options are at fault."""
+"""How many rows, from shortest to longest, are tried before a run begins; if all fail, the options are at fault."""
 
 
 @checked_names
@@ -64,44 +63,45 @@ def attribute_dataset(
     num_gpus: float | int = 0,
     **options: Any,
 ) -> DatasetResults:
-    """Attribute every row of a data set, and write the results as Parquet shards.
+    """Attribute every row of a data set and write the results as Parquet shards.
 
-    Rows are run in batches of similar length. An interrupted run resumes when it is called again with the same
-    arguments; several processes may work on one folder. A row that fails is written with its error.
+    Rows run in batches of similar length. An interrupted run resumes when it is called again with the same arguments;
+    several processes may share one folder. A row that fails is written with its error.
 
     Args:
         model: a TransformerLens model that reads text.
         rows: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a Hugging Face data set, a data frame, or any iterable of
-            tables, texts, or lists of token ids. It is read once, before work starts.
-        out: the folder of the run; a missing one is created.
+            mappings, texts, or lists of token ids. It is read once, before work starts.
+        out: the folder of the run; created if missing.
         method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"`` of `tensorlens_tl.circuits`:
-            each row is then a `Terms`, and `DatasetResults.summary` has the distribution of every component's effect.
-        text: the column of texts (or token ids); without ``"text"`` one called ``"prompt"``.
-        id: the column of names, different texts or integers; without a column ``"id"`` rows are named by number.
-        columns: options (`target`, `minus`, `direction`) whose value differs between rows, and its column:
+            each row's result is then a `Terms`, and `DatasetResults.summary` gives the distribution of each
+            component's effect.
+        text: the column of texts (or token ids); without a column ``"text"``, ``"prompt"`` is read.
+        id: the column of names, which must be distinct texts or integers; without a column ``"id"``, row numbers.
+        columns: options (`target`, `minus`, `direction`) that differ between rows, each with its column:
             ``{"target": "answer"}``.
-        tokens_per_batch: how many tokens, padding included, are run together at most; `memory` may cut them further.
-        keep: ``"scores"``, ``"top:32"`` (the largest scores of each query, and the sum of the others), or ``"all"``
-            (whole results besides, as safetensors, with the maps of layers and standard errors).
-        truncate: cut the end off texts longer than the context (recorded); otherwise they are rows with an error.
-        resume: False raises an error for a folder with a run.
-        progress: show a bar.
+        tokens_per_batch: the most tokens per batch, padding included; `memory` may split batches further.
+        keep: ``"scores"``, ``"top:32"`` (each query's largest scores, and the sum of the others), or ``"all"``
+            (additionally whole results as safetensors, with layer maps and standard errors).
+        truncate: cut off the end of texts longer than the context (recorded); otherwise such rows get an error.
+        resume: False raises an error if the folder contains a run.
+        progress: show a progress bar.
         prepend_bos: as in TransformerLens.
         memory: see `attribute`.
-        engine: None runs here; ``"ray"`` on the actors of a Ray cluster, where `out` is the same folder for all.
-        load_model: of Ray: a function that loads this model, called once by each actor; None sends the model itself.
-        num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
-        options: the options of the method or function, and those of `freeze`.
+        engine: None runs here; ``"ray"`` runs on the actors of a Ray cluster, where `out` must be a shared folder.
+        load_model: for Ray: a function that loads this model, called once by each actor; None sends the model itself.
+        num_actors, num_gpus: for Ray: the number of actors, and of GPUs for each.
+        options: options of the method or function, and of `freeze`.
 
     Returns:
-        The results, read from the folder when needed: by id, as tables, or one shard after another.
+        The results, read from the folder on demand: by id, as tables, or shard by shard.
 
     Raises:
-        InvalidInputError: an unknown column or option, ids that are not different, no row, rows that all fail; a folder
-            that cannot be written, holds something else, or a run of another model, data or options.
+        InvalidInputError: an unknown column or option, ids that are not distinct, no rows, rows that all fail; or a
+            folder that cannot be written, contains other files, or holds a run of another model, data or options.
         FileFormatError: the folder's manifest or one of its shards is damaged.
         RegistryError: unknown method.
-        OSError: a shard cannot be written; those before it are whole.
+        OSError: a shard cannot be written; those before it are complete.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def attribute_dataset(
 
 
 def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
-    """What `attribute_dataset` computes of each row."""
+    """Return the work that `attribute_dataset` does for each row."""
     check_columns(columns, options)
     if method not in CIRCUITS and method not in list_methods():
         raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
@@ -129,20 +129,20 @@ def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping
 
 
 class BatchAttributor:
-    """A picklable function from columns of rows to columns of results, which loads its model when it is first called.
+    """A picklable function from columns of rows to columns of results, which loads its model on first use.
 
         rows.map_batches(BatchAttributor, fn_constructor_args=(load_model,), concurrency=4, num_gpus=1)   # Ray Data
         rows.map(BatchAttributor(load_model, target=" the"), batched=True)                                # Hugging Face
 
-    Results have the columns of `attribute_dataset`'s shards. Batching, folders and resuming are left to the tool.
+    Results have the columns of `attribute_dataset`'s shards. The calling tool handles batching, folders and resuming.
 
     Args:
-        load_model: a function of no arguments that returns the model (of a module, where it is to be pickled).
+        load_model: a function without arguments that returns the model (defined in a module, if it is to be pickled).
         method, text, columns, keep, truncate, prepend_bos, options: see `attribute_dataset`.
-        id: the column that names rows; it is required.
+        id: the column that names rows; required.
 
     Raises:
-        InvalidInputError: `load_model` is no function, or an unknown option.
+        InvalidInputError: `load_model` is not a function, or an option is unknown.
         RegistryError: unknown method.
     """
 
@@ -170,7 +170,7 @@ class BatchAttributor:
         return self.__dict__ | {"_model": None}
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> "pa.Table":
-        """Return the results of rows given as columns; raise `InvalidInputError` for a missing column, or equal ids."""
+        """Return results for rows given as columns; raise `InvalidInputError` for a missing column or repeated ids."""
         if self._model is None:
             self._model = ModelView(self.load_model()).model
         names = list(batch)
@@ -196,12 +196,13 @@ class BatchAttributor:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is read, cut into batches and written; see `attribute_dataset`.
+    """How a run reads, batches and writes its rows; see `attribute_dataset`.
 
-    Only what it makes of the rows is part of a run's identity: it may be resumed in other batches, here or on Ray.
+    Only options that affect the resulting prompts belong to a run's identity: it can be resumed with other batch sizes,
+    here or on Ray.
 
     Raises:
-        InvalidInputError: a number of tokens below 1, an unknown engine, or a file where the folder should be.
+        InvalidInputError: fewer than 1 token per batch, an unknown engine, or a file in place of the folder.
     """
 
     out: str | os.PathLike[str]
@@ -223,7 +224,7 @@ class RunOptions:
 
 
 def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple[ModelView, Rows]:
-    """The model of a run, and the rows of a data set as its prompts; see `attribute_dataset`."""
+    """Return a view of the model, and the rows of a data set as its prompts; see `attribute_dataset`."""
     view = ModelView(model)
     view.refuse_encoder_decoder("a run over a data set")
     if view.reads != "tokens":
@@ -233,8 +234,7 @@ def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What `work` is computed of which `rows`, and the `folder` of the results; `model` is None where each actor
-    loads it."""
+    """The `work` to do for some `rows`, and the `folder` for the results; `model` is None if each actor loads it."""
 
     model: Any
     rows: Rows
@@ -242,11 +242,11 @@ class Job:
     folder: Folder
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same when the run is resumed, as JSON holds it."""
+        """Return what must be the same to resume the run, as JSON-compatible values."""
         return tagged({"model": model_identity(self.model), "data": self.rows.identity(), **self.work.identity()})
 
     def try_some(self) -> None:
-        """Refuse options that no row works with, before anything is written."""
+        """Raise for options that work with no row, before anything is written."""
         good = sorted(self.rows.prompts(), key=lambda row: len(self.rows.tokens[row]))
         error = None
         tried = dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
@@ -254,7 +254,7 @@ class Job:
             error = self._records([row])[0][0].get("error")
             if not error:
                 return
-        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {error}")
+        raise InvalidInputError(f"{self.work.name}: none of the {len(tried)} rows that were tried works. {error}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
         """Compute and write one shard."""
@@ -275,9 +275,8 @@ class Job:
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 
     def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-        """Return the records of a batch, and its results: of all rows (None), or of parts, by their first row's
-        number."""
-        if batch[0] in self.rows.errors:  # rows that are no prompt are a batch by themselves
+        """Return a batch's records, and its results: for all rows (None), or for parts by their first row's number."""
+        if batch[0] in self.rows.errors:  # rows that are not prompts form a batch of their own
             return [{"error": self.rows.errors[row]} for row in batch], []
         per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
         records, results = run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
@@ -286,7 +285,7 @@ class Job:
 
 
 def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> DatasetResults:
-    """Do some work with every row of a data set (see `read_prompts`), and write the results as Parquet shards."""
+    """Do some work for every row of a data set (see `read_prompts`), and write the results as Parquet shards."""
     job = Job(view.model, rows, work, Folder(Path(options.out).absolute()))
     if not job.folder.begun():
         job.try_some()
@@ -299,9 +298,9 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
         job.folder.read_shard(manifest, number, ["row"])
     if resumed and options.progress:
         done = job.folder.done(manifest)
-        said = f"{done} of {manifest.rows} rows were written before; going on with the other {manifest.rows - done}."
+        said = f"{done} of {manifest.rows} rows were written before; continuing with the other {manifest.rows - done}."
         if done == manifest.rows:
-            said = f"All {done} rows were written before; nothing is left to run."
+            said = f"All {done} rows were written before; there is nothing left to run."
         tqdm.write(said, file=sys.stderr)
     _write(job, manifest, options)
     results = DatasetResults(job.folder.path)
@@ -313,7 +312,7 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
 
 
 def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
-    """Write the missing shards, here or on Ray, with a bar."""
+    """Write the missing shards, here or on Ray, with a progress bar."""
     run = run_on_ray(job, manifest, options) if options.engine == "ray" else run_here(job, manifest)
     try:
         with tqdm(total=manifest.rows, desc=job.work.name, unit="row", disable=not options.progress) as bar:
@@ -321,14 +320,14 @@ def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
                 bar.update(len(manifest.rows_of(number)))
     except KeyboardInterrupt:
         done = f"{job.folder.done(manifest)} of {manifest.rows} rows are written"
-        # without the frames of the computation that was interrupted
+        # without the traceback of the interrupted computation
         raise KeyboardInterrupt(f"{done}; run the same command again to continue.") from None
 
 
 def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
-    """Write the missing shards in this process; yields the number of each once it is written.
+    """Write the missing shards in this process, yielding the number of each one.
 
-    First those that no other process is writing; then the others, once that process has ended.
+    Shards that other processes are writing come last, and are written here only if those processes fail to.
     """
     left = list(range(len(manifest.shards)))
     for wait in (False, True):
@@ -339,7 +338,7 @@ def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
 
 
 def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
-    """Write a shard unless it is written or another process is writing it; whether it is written now."""
+    """Write a shard unless it exists or another process is writing it; return whether it now exists."""
     if job.folder.shard(shard).exists():
         return True
     with job.folder.claimed(shard, wait) as ours:
@@ -350,12 +349,12 @@ def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
 
 # ------------------------------------------------------------------ on the actors of a Ray cluster
 
-# Ray deals shards out; each actor loads the model once. What is done and what is not stands in the run's folder alone,
-# so that an actor that dies costs the shard it was at, and a run begun here can be resumed anywhere.
+# Ray distributes the shards; each actor loads the model once. Progress is recorded only in the run's folder, so a dying
+# actor costs one shard, and a run can be resumed with or without Ray.
 
 
 def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[int]:
-    """Write the missing shards; gives the number of each once it is written."""
+    """Write the missing shards on Ray actors, yielding the number of each one."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
@@ -376,7 +375,7 @@ def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[in
     shards = ray.data.from_items(left, override_num_blocks=len(left))
     batches = shards.map_batches(
         ShardWriter,
-        fn_constructor_args=([reference],),  # in a list: Ray would open it before it calls
+        fn_constructor_args=([reference],),  # in a list, or Ray would resolve it before the call
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=num_actors),
         num_gpus=options.num_gpus or None,
@@ -389,7 +388,7 @@ def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[in
 
 
 class ShardWriter:
-    """An actor: it has the model, and writes the shards that it is sent."""
+    """A Ray actor that holds the model and writes the shards sent to it."""
 
     def __init__(self, sent: list[Any]) -> None:
         import ray  # pyright: ignore[reportMissingImports]
@@ -402,11 +401,11 @@ class ShardWriter:
         passed = self.manifest.identity["model"]
         if loaded != passed:
             raise InvalidInputError(
-                f"load_model: it loads another model than the one that was passed ({differing(passed, loaded)})."
+                f"load_model: it loads a different model from the one that was passed ({differing(passed, loaded)})."
             )
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Write these shards; hands their numbers back."""
+        """Write these shards and return their numbers."""
         for number in batch["shard"]:
             write_once(self.job, self.manifest, int(number), wait=True)
         return batch

@@ -1,7 +1,7 @@
-"""What a run does with some rows of a data set at once, and how the results are stored as rows of a table.
+"""What a run computes for each row of a data set, and how results are stored as table rows.
 
-A `Work` is what is computed of every row: `Attributions` and `CircuitTerms` are those of `attribute_dataset`, and
-`evaluate.perturbation_dataset` has its own. A stored row has the tokens of one prompt, without padding.
+`Attributions` and `CircuitTerms` are the kinds of `Work` behind `attribute_dataset`; `evaluate.perturbation_dataset`
+has its own. A stored row holds the tokens of one prompt, without padding.
 """
 
 import json
@@ -34,18 +34,18 @@ Record = dict[str, Any]
 """A row of a shard, by column."""
 
 FACTS = "tensorlens_tl"
-"""Where a shard's metadata say what its rows have in common."""
+"""The metadata key for what a shard's rows have in common."""
 
 PER_QUERY = ("bias", "total", "gap")
-"""Numbers of each query."""
+"""Numbers stored for each query."""
 
 
 class Work(ABC):
-    """What is computed of each row; can be pickled, and holds no model.
+    """What a run computes for each row; can be pickled, and holds no model.
 
     Attributes:
-        name: in messages.
-        double: whether its numbers are float64 in every model's dtype.
+        name: the name used in messages.
+        double: whether its numbers are float64 for every model dtype.
         save_whole: whether results are also saved as safetensors.
     """
 
@@ -56,26 +56,26 @@ class Work(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What must be the same when a run of it is resumed: ``method``, ``options``, ``keep``."""
+        """Return what must be the same to resume a run of it: ``method``, ``options``, ``keep``."""
 
     @abstractmethod
     def together(self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]) -> Any:
-        """The result of some rows, given as token ids; `per_row` are options of which every row has another value."""
+        """Compute the result of some rows, given as token ids; `per_row` holds options that differ between rows."""
 
     @abstractmethod
     def packed(self, result: Any) -> list[Record]:
-        """Such a result as one record for each row; see `schema`."""
+        """Split a result into one record per row; see `schema`."""
 
     @abstractmethod
     def facts(self, result: Any) -> dict[str, Any]:
-        """What the rows of such a result have in common, as JSON holds it."""
+        """Return what a result's rows have in common, as JSON-compatible values."""
 
     def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
-        """Records of several results, laid out alike, and what they have in common."""
+        """Give records of several results the same layout; also return what they have in common."""
         return records, facts
 
     def table(self, records: list[Record], facts: dict[str, Any], double: bool) -> "pa.Table":
-        """Records as a shard, whose metadata say what they have in common."""
+        """Return records as a shard's table, with what they have in common in its metadata."""
         import pyarrow as pa
 
         records, facts = self.aligned(records, facts)
@@ -84,7 +84,7 @@ class Work(ABC):
 
 
 def schema(double: bool) -> "pa.Schema":
-    """The columns of a shard; scores in float64 or float32."""
+    """Return the columns of a shard, with scores in float64 or float32."""
     import pyarrow as pa
 
     number = pa.float64() if double else pa.float32()
@@ -110,18 +110,18 @@ def schema(double: bool) -> "pa.Schema":
 
 
 def facts_in(table: "pa.Table") -> dict[str, Any]:
-    """What the rows of a shard have in common."""
+    """Return what the rows of a shard have in common."""
     return json.loads((table.schema.metadata or {})[FACTS.encode()])
 
 
 def run_rows(
     work: Work, model: ModelLike, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
 ) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-    """Return a record for each row, and the results they come from: of all rows (None), or of a part, by its first row.
+    """Return a record for each row, and the results: of all rows (None) or of parts, by the index of their first row.
 
-    The rows are run together; where that fails, each half is, and so on. A row that fails by itself is a record with
-    its error. Results that are saved are of all rows or of one: there, single rows come next. `per_row` are options of
-    which every row has its own value.
+    The rows run together; if that fails, each half is tried, and so on, so that a row that fails alone becomes a record
+    with its error. If results are saved, they are split into single rows at once. `per_row` holds options that differ
+    between rows.
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
@@ -151,7 +151,7 @@ def run_rows(
 
 
 def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
-    """Complete a row's record by its options, and by the words for its target, which are not those of its batch."""
+    """Complete a row's record with its own options and target label, in place of its batch's."""
     label = record.get("target") or ""
     number = "logit of " if label == SEVERAL_TARGETS else number_of(label)
     is_logit = number in ("logit of ", f"{UNCAPPED} of ")
@@ -179,7 +179,7 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
 
 @dataclass(frozen=True)
 class MethodWork(Work):
-    """A method's results; `of_rows` are the options of which every row has its own value."""
+    """A method's results; `of_rows` names the options that differ between rows."""
 
     name: str
     keep: str
@@ -195,20 +195,20 @@ class MethodWork(Work):
         return get_method(self.name)
 
     def identity(self) -> dict[str, Any]:
-        """Its options with the method's default query where none is given: both ways to ask for it are one run."""
+        """Return its options, with the method's default query filled in, so that both spellings are the same run."""
         options = dict(self.options)
         if "query" in self.method.options:
             options = {"query": self.method.options["query"], **options}
         return {"method": self.name, "options": options, "keep": self.keep}
 
     def row_options(self, rows: int) -> dict[str, Any]:
-        """Options as some rows take them: a list is of one token for each query, however many rows there are."""
+        """Return the options for some rows: a list holds one token per query, for however many rows."""
         several = {name for name in PER_PROMPT[:2] if isinstance(plain(self.options.get(name)), list | tuple)}
         return {**self.options, **{name: [self.options[name]] * rows for name in several}}
 
 
 class Attributions(MethodWork):
-    """What `attribute` gives of each row, by a registered method."""
+    """The results of `attribute` for each row, by a registered method."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,33 +216,33 @@ class Attributions(MethodWork):
 
     @property
     def save_whole(self) -> bool:
-        """True if results are also saved as safetensors."""
+        """Whether results are also saved as safetensors."""
         return self.keep == "all"
 
     def together(
         self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> Attribution:
-        """The result of some rows."""
+        """Compute the attribution of some rows."""
         options: dict[str, Any] = self.row_options(len(tokens)) | dict(per_row)
         return attribute(model, list(tokens), method=self.name, **options)
 
     def packed(self, result: Attribution) -> list[Record]:
-        """Return each prompt of a result as a row, with the ``shape`` of its scores.
+        """Return each prompt as a row, with the ``shape`` of its scores.
 
-        For ``"top:N"``, ``keys`` are the source tokens of the scores, and ``rest`` the sum of the others.
+        With ``"top:N"``, ``keys`` holds the source tokens of the scores, and ``rest`` the sum of the others.
         """
         limit = entry_limit(self.keep)
         scores = result.scores.detach().cpu()
         query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
         if limit is not None and key != len(result.axes) - 2:
             raise InvalidInputError(
-                f"keep={self.keep!r}: these results are {result.axes}, not one number for each source token."
+                f"keep={self.keep!r}: these results are {result.axes}, not one number per source token."
             )
         numbers = {name: getattr(result, name) for name in PER_QUERY}
         rows = []
         for number, real in enumerate(result.mask.cpu()):
             positions = real.nonzero()[:, 0]
-            is_real = real[result.queries[number].cpu()]  # a shorter prompt of the batch has fewer
+            is_real = real[result.queries[number].cpu()]  # shorter prompts of a batch have fewer queries
             row = _row_of_prompt(result, number, is_real, numbers)
             row_scores = scores[number].index_select(key, positions).index_select(query, is_real.nonzero()[:, 0])
             if limit is not None:
@@ -256,7 +256,7 @@ class Attributions(MethodWork):
         return rows
 
     def facts(self, result: Attribution) -> dict[str, Any]:
-        """What all rows of a result have in common; its options as they were given for one row."""
+        """Return what all rows of a result have in common, with its options as given for a single row."""
         row_options = {
             name: self.options.get(name, value) for name, value in result.options.items() if name != TOKENS_OF_QUERIES
         }
@@ -267,7 +267,7 @@ class Attributions(MethodWork):
 
 
 def entry_limit(keep: str) -> int | None:
-    """How many scores of each query are stored: None for all of them."""
+    """Return how many scores of each query are stored; None for all."""
     if keep in ("scores", "all"):
         return None
     if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdecimal() and int(keep[4:]) > 0:
@@ -276,14 +276,14 @@ def entry_limit(keep: str) -> int | None:
 
 
 def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest scores of each query by size, the keys they belong to, and the sum of all the others."""
+    """Return each query's scores of largest absolute value, their keys, and the sum of the others."""
     keys = scores.abs().sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
     top = scores.gather(-1, keys)
     return top, keys, scores.sum(-1) - top.sum(-1)
 
 
 def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
-    """One row as a result. Scores that were not stored are zero, and then the result does not claim to be additive."""
+    """Rebuild one row's result. Scores that were not stored are zero, and the result is then not marked additive."""
     shape = list(row["shape"])
     dtype = getattr(torch, facts["dtype"])
     scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
@@ -311,11 +311,11 @@ def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
 
 
 CIRCUITS: dict[str, Callable[..., Any]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
-"""The functions of `tensorlens_tl.circuits` that name the parts of one number, and run over data sets."""
+"""The functions of `tensorlens_tl.circuits` that name the parts of one number and can run over data sets."""
 
 
 class CircuitTerms(MethodWork):
-    """What a function of `CIRCUITS` gives of each row: terms that rows have in common, all of them stored."""
+    """The results of a function of `CIRCUITS` for each row: terms common to all rows, all of them stored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -335,7 +335,7 @@ class CircuitTerms(MethodWork):
     def together(
         self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
     ) -> list[tuple[list[int], Terms]]:
-        """The result of some rows, in batches that fit into memory."""
+        """Compute the terms of some rows, in batches that fit into memory."""
         parts = []
         for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
             freeze_options, options = split_options(self.method, self.row_options(len(batch)))
@@ -348,14 +348,14 @@ class CircuitTerms(MethodWork):
         return parts
 
     def packed(self, result: list[tuple[list[int], Terms]]) -> list[Record]:
-        """Each prompt's terms as a row."""
+        """Return each prompt's terms as a row."""
         records = dict[int, Record]()
         for batch, terms in result:
             numbers = {"rest": terms.remainder, "total": terms.total}
             if terms.additive:
                 numbers["gap"] = terms.gap
             for number, (row, real) in enumerate(zip(batch, terms.mask.cpu(), strict=True)):
-                is_real = real[terms.queries[number].cpu()]  # a shorter prompt of the batch has fewer
+                is_real = real[terms.queries[number].cpu()]  # shorter prompts of a batch have fewer queries
                 scores = terms.scores[number].detach().cpu()[is_real]
                 record = _row_of_prompt(terms, number, is_real, numbers)
                 record |= {"names": terms.names, "shape": list(scores.shape), "scores": scores.flatten().numpy()}
@@ -363,7 +363,7 @@ class CircuitTerms(MethodWork):
         return [records[row] for row in range(len(records))]
 
     def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
-        """What the rows of such a result have in common."""
+        """Return what the rows of a result have in common."""
         first = result[0][1]
         return {
             "result": "Terms",
@@ -374,8 +374,8 @@ class CircuitTerms(MethodWork):
         }
 
     def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
-        """Records of several batches with the same terms in the same order."""
-        # a constant that is zero in every row of a batch, such as b_U, is no term of it
+        """Align the records of several batches to the same terms in the same order."""
+        # a batch in which a constant such as b_U is zero in every row has no term for it
         names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
         columns = {name: column for column, name in enumerate(names)}
         for record in records:
@@ -390,7 +390,7 @@ class CircuitTerms(MethodWork):
 
 
 def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
-    """One row as the terms of one prompt."""
+    """Rebuild one row's terms, for one prompt."""
     dtype = getattr(torch, facts["dtype"])
     numbers = {name: torch.tensor(row[name], dtype=dtype)[None] for name in ("rest", "total") if row[name] is not None}
     return Terms(
@@ -410,8 +410,7 @@ def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
 def _row_of_prompt(
     result: Attribution | Terms, number: int, is_real: Bool[Tensor, "query"], numbers: Mapping[str, Tensor | None]
 ) -> Record:
-    """Return what a row says of a prompt besides its scores: tokens, real queries, target and `numbers` `[batch,
-    query]`."""
+    """Return a prompt's fields other than its scores: tokens, real queries, target and `numbers` `[batch, query]`."""
     real = result.mask[number].cpu()
     queries = result.queries[number].cpu()[is_real]
     return {
@@ -423,5 +422,5 @@ def _row_of_prompt(
 
 
 def _stored_dtype(scores: Tensor) -> str:
-    """The dtype that a row's scores are read back in."""
+    """Return the dtype in which a row's scores are read back."""
     return {torch.float64: "float64"}.get(scores.dtype, "float32")

@@ -1,14 +1,14 @@
-"""Text that a model has written: which part of the prompt made it, and through which of its own tokens?
+"""Attribution of generated text: which parts of the prompt produced it, and through which generated tokens.
 
-One pass of prompt and continuation is frozen, and every generated token is a query that asks for itself:
+Prompt and continuation are frozen in one pass, and every generated token is explained at the query that predicts it:
 
-* `attribute_generation`: writes a continuation (or takes one) and attributes its tokens, or a stretch of them;
-* `freeze_generation`: the frozen text by itself, a `FrozenGeneration`, to ask as often as you like;
-* `sent_on`: the hops, from what a stretch took of generated tokens to what made those.
+* `attribute_generation` writes a continuation (or takes one) and attributes its tokens, or a span of them;
+* `freeze_generation` returns the frozen text, a `FrozenGeneration`, for any number of attributions;
+* `sent_on` computes hops: it passes scores on generated tokens back to what produced those tokens.
 
 | module | question |
 | --- | --- |
-| `written` | what does a model write, what explains a frozen text, and what made the tokens that a score landed on? |
+| `written` | what a model writes, what explains a frozen text, and how hops pass scores back |
 """
 
 from tensorlens_tl.generation.written import (

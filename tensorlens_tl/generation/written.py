@@ -1,43 +1,39 @@
-"""A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts.
+"""Generated text: greedy decoding, given continuations, attribution of tokens and spans, hops, and differences.
 
-What a model writes after a prompt, greedily; and what somebody else wrote, as tokens after the prompt's own.
+Greedy decoding takes the token of largest logit in a plain run over everything before it. The model's own ``generate``
+drafts the text using its key–value cache. One plain run then checks the whole draft, which is corrected and continued
+from the first difference. A model whose ``generate`` is wrong (with whitening, for example) thus only costs time.
 
-Greedy means: every token has the largest logit of a plain run of what stands before it. The model's own ``generate``,
-which keeps keys and values, makes a draft; one plain run checks all of it at once, and where the draft differs it is
-mended and written on. So a model whose ``generate`` is wrong (with whitening, say) costs time and nothing else.
+Hops pass scores on generated tokens back to what produced those tokens.
 
-Hops: what reached generated tokens is sent on to what made those.
+Let s be scores over the keys of a text and s_b a bias. Let generated token g have scores a_g over the earlier keys and
+a bias a_gb, which sum to its own total t_g: its logit or, for the difference of two texts, the change of that logit.
+One hop replaces the score s_g of every generated token at once by s_g·w_g, spread over its sources:
 
-Let s be scores over the keys of a text and s_b a bias, and let generated token g be made by scores a_g over the earlier
-keys and a bias a_gb, which sum to its own total t_g: its logit, or of the difference of two texts the change of that.
-One hop replaces the score s_g of every generated token at once by s_g·w_g, spread over what made it:
+    s_j ← s_j·[j is in the prompt] + Σ_g s_g·w_gj,        s_b ← s_b + Σ_g s_g·w_gb
 
-    s_j ← s_j·[j is of the prompt] + Σ_g s_g·w_gj,        s_b ← s_b + Σ_g s_g·w_gb
+A token's weights, including the one of the bias, sum to 1, so Σ_j s_j + s_b is the same after every hop: it consists of
+what has reached the prompt, what is still on generated tokens, and the bias. There are two kinds of weights:
 
-The weights of a token sum to 1, the bias among them, so that Σ_j s_j + s_b is the same after every hop: what has landed
-on the prompt, what is still on generated tokens, and the bias. There are two kinds:
+* ``"signed"``: shares of the token's own total, w_gj = a_gj / t_g and w_gb = a_gb / t_g. They are linear in the scores
+  being passed, so one hop is a single pull of Σ_g (s_g / t_g)·u_g, where u_g is the vector of token g's logit at the
+  position that predicts it, whatever the number of tokens. A source that counts against a token receives a share of the
+  opposite sign. Shares of a near-zero total would be large and meaningless: the score of a token whose |t_g| is below
+  `LEAST_TOTAL` times the root mean square of its text's totals goes to the bias.
+* ``"absolute"``: shares of absolute scores, w_gj = |a_gj| / (Σ_j |a_gj| + |a_gb|), and likewise for the bias. They are
+  at most 1, and need each generated token's own scores: one pull per token.
 
-* ``"signed"``, the shares of the token's own total: w_gj = a_gj / t_g and w_gb = a_gb / t_g. They are linear in what is
-  sent on, so a hop of everything is one pull of Σ_g (s_g / t_g)·u_g, where u_g is the vector of token g's logit at the
-  position that predicts it: as dear as one question, whatever the number of tokens. A source that speaks against a
-  token takes over a share of the opposite sign. Shares of a total that is next to nothing would be large and say
-  little: what reached a token whose |t_g| is below `LEAST_TOTAL` of the root mean square of its text's totals goes to
-  the bias.
-* ``"absolute"``, shares of absolute scores: w_gj = |a_gj| / (Σ_j |a_gj| + |a_gb|), and likewise for the bias. They are
-  at most 1, and take the scores of each generated token by itself: one pull for each of them.
+A token depends only on earlier ones, so after n hops nothing is left on n generated tokens. With W the weights between
+generated tokens (strictly lower triangular), everything that ever passes through them is s_G·(I − W)⁻¹, one triangular
+solve; k hops are k products with W. The idea of hops is due to FlashTrace (2026), which defines its weights
+differently; conservation with the bias, signed shares by one pull, and the solve are ours.
 
-A token is made by earlier ones only, so nothing is left on n generated tokens after n hops. With W the weights between
-generated tokens (strictly lower triangular) everything that ever passes through them is s_G·(I − W)⁻¹, one triangular
-solve; k hops are k products with W. The idea of hops is FlashTrace's (2026), whose weights are of its own; conservation
-with the bias, signed shares by one pull, and the solve, are ours.
+Only s itself is linear in the frozen model. The weights distribute a token's score among its sources in proportion;
+they are not derivatives.
 
-Only s itself is linear in the frozen model. The weights say in what proportion a token's makers take over what it was
-given, and are no derivative of anything.
-
-Signed shares are known before they are pulled, and what hops send on is linear in what has reached the generated
-tokens. So each hop of one stretch asks only for the scores of generated tokens, which in a causal model needs nothing
-of the prompt before them, and all that was ever sent on is pulled to the prompt at the end, by one pull
-(`sent_on_by_pulls`).
+Signed shares are known before they are pulled, and hops are linear in the scores on generated tokens. So each hop of a
+span only needs scores of generated tokens, which in a causal model do not require the prompt before them, and
+everything passed on is pulled to the prompt at the end, in one pull (`sent_on_by_pulls`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,19 +90,19 @@ from tensorlens_tl.results import (
 )
 
 Text = tuple[list[int], int]
-"""Token ids of a prompt and its continuation, and how many of them are the prompt's."""
+"""The token ids of a prompt and its continuation, and the length of the prompt."""
 
 if TYPE_CHECKING:
     Continuation = InputLike | None
-    """The new text only, one for each prompt, as text or token ids; None where the model writes it."""
+    """The new text only, one per prompt, as text or token ids; None if the model writes it."""
 
     Count = int | None
 else:
-    Continuation = Count = Any  # what is wrong with them is said by `texts_of`
+    Continuation = Count = Any  # `texts_of` checks them
 
 
 def not_causal(view: ModelView) -> str | None:
-    """Why a model does not write text from left to right, as the end of a sentence about it; None if it does."""
+    """Return why a model does not generate text from left to right, as the end of a sentence; None if it does."""
     bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
     if view.reads != "tokens":
         return f"reads {view.reads}"
@@ -130,7 +126,7 @@ def texts_of(
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
 ) -> list[Text]:
-    """Every prompt with what follows it, written by the model or given; arguments as for `attribute_generation`."""
+    """Return every prompt with its continuation, generated or given; arguments as for `attribute_generation`."""
     what = not_causal(view)
     if what is not None:
         raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
@@ -153,13 +149,13 @@ def texts_of(
     prompt = plain_input(view, prompt)
     prompts = tokenized(view, prompt, prepend_bos)
     continuations = _one_each(view, continuation, len(prompts))
-    texts: list[Any] = prompts  # a prompt of token ids has no text
+    texts: list[Any] = prompts  # prompts given as token ids have no text
     if isinstance(prompt, str):
         texts = [prompt]
     elif isinstance(prompt, Sequence) and isinstance(prompt[0], str):
         texts = list(prompt)
     tokenize = partial(tokenized, view, prepend_bos=prepend_bos)
-    if chats is not None:  # what a chat template made has its special tokens already
+    if chats is not None:  # a chat template adds the special tokens itself
         texts = [chat_text(view, chat) for chat in chats]
         tokenize = lambda text: [view.tokenizer(text, add_special_tokens=False)["input_ids"]]  # noqa: E731
     return [
@@ -169,7 +165,7 @@ def texts_of(
 
 
 def end_tokens(view: ModelView) -> set[int]:
-    """The tokens that end a text, as tokenizer and config name them."""
+    """Return the end-of-text tokens, as named by tokenizer and config."""
     inner = getattr(view.model, "original_model", None)
     ends: set[int] = set()
     for owner in (view.tokenizer, view.config, getattr(inner, "generation_config", None)):
@@ -185,10 +181,10 @@ def end_tokens(view: ModelView) -> set[int]:
 
 
 def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
-    """One prompt with its greedy continuation."""
+    """Continue one prompt greedily."""
     points = model_points(view)
     first = len(ids)
-    assert points.unembed_in is not None  # of a causal language model
+    assert points.unembed_in is not None  # every causal language model has it
     with torch.no_grad(), unheld_run(view.model):
         refuse_dropout(view.model)
         refuse_attached(view.model)
@@ -218,7 +214,7 @@ def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number:
 
 
 def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[int]:
-    """What the model's own ``generate`` writes, right or not; nothing where it cannot."""
+    """Return the output of the model's own ``generate``, right or not; empty if it fails."""
     if view.is_whitened or not hasattr(view.model, "generate"):
         return []
     model: Any = view.model
@@ -236,7 +232,7 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
                 verbose=False, **stop,
             )  # fmt: skip
         return output[0].tolist()[len(ids) : len(ids) + most]
-    except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
+    except Exception:  # the draft only saves time, and a real problem will also show in the plain run
         return []
 
 
@@ -244,9 +240,8 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
 
 
 def _one_each(view: ModelView, continuation: Continuation, prompts: int) -> list[str | list[int]]:
-    """One continuation for each prompt."""
     continuations = plain(continuation)
-    if isinstance(continuation, Mapping):  # what a tokenizer returns
+    if isinstance(continuation, Mapping):  # the output of a tokenizer
         continuations = tokenized(view, continuation)
     if not isinstance(continuations, Sequence):
         count = repr(continuations)
@@ -270,7 +265,7 @@ def _continued(
     more: object,
     tokenize: Callable[[str], list[list[int]]],
 ) -> Text:
-    """One prompt with a given continuation; `tokenize` is how texts become tokens."""
+    """Append a given continuation to one prompt; `tokenize` turns texts into tokens."""
     if not isinstance(more, str):
         if not isinstance(more, Sequence) or not all(type(token) is int for token in more):
             raise InvalidInputError(f"continuation={more!r}: pass text or token ids.")
@@ -283,7 +278,7 @@ def _continued(
             apart, together = (view.tokenizer.convert_ids_to_tokens(row) for row in (ids, whole[: len(ids) + 1]))
             raise InvalidInputError(
                 f"continuation: {more!r} changes the prompt's own tokens: they are {apart}, and with it they begin "
-                f"{together}. Pass only what follows the prompt, with the space between them at its beginning, or "
+                f"{together}. Pass only what follows the prompt, beginning with the space between them, or "
                 "token ids."
             )
     if len(whole) == len(ids):
@@ -293,35 +288,35 @@ def _continued(
 
 if TYPE_CHECKING:
     Hops = int | Literal["all"]
-    """A number of hops, or as many as there are generated tokens."""
+    """A number of hops, or ``"all"`` for as many as there are generated tokens."""
 
     Shares = Literal["signed", "absolute"]
-    """The weights of hops."""
+    """The kind of weights of hops."""
 else:
-    Hops = Shares = Any  # what is wrong with them is said by `sent_on`
+    Hops = Shares = Any  # `sent_on` checks them
 
 SHARES = ("signed", "absolute")
 SIGNED = SHARES[0]
 
 LEAST_TOTAL = 0.25
-"""A total below this part of a typical one of its text is next to nothing, and has no signed shares."""
+"""Totals below this fraction of their text's root mean square have no signed shares."""
 
 
 def check_hops(hops: Hops) -> int | None:
-    """Return how many hops, None for all; raise `InvalidInputError` for anything but a number from 0 or ``"all"``."""
+    """Return the number of hops, None for all; raise `InvalidInputError` unless it is at least 0 or ``"all"``."""
     if isinstance(hops, str) and hops == "all":
         return None
     return whole_number("hops", hops, least=0, why="a number of hops, or 'all'")
 
 
 def divisors(totals: Float[Tensor, "batch token"], real: Bool[Tensor, "batch token"]) -> Float[Tensor, "batch token"]:
-    """Return the totals that signed shares are of; zero where a `real` token's total is next to nothing."""
+    """Return the totals to divide signed shares by; zero where a `real` token's total is negligible."""
     typical = (totals.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
     return totals.masked_fill(totals.abs() < LEAST_TOTAL * typical, 0.0)
 
 
 def quotients(held: Float[Tensor, "*rows"], totals: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
-    """held ÷ totals, and zero where a total is zero."""
+    """Return held ÷ totals, and zero where a total is zero."""
     return torch.where(totals == 0, 0.0, held / torch.where(totals == 0, 1.0, totals))
 
 
@@ -336,7 +331,7 @@ def sent_on(
     shares: Shares = "signed",
     totals: Float[Tensor, "batch token"] | None = None,
 ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
-    """Scores after some hops; see `tensorlens_tl.generation.written` for the definition.
+    """Return scores after some hops; see `tensorlens_tl.generation.written` for the definition.
 
     >>> from tensorlens_tl.generation import sent_on
     >>> scores = torch.tensor([[[1.0, 0.0, 4.0]]])  # the last of three tokens was generated, and has a score of 4
@@ -347,19 +342,19 @@ def sent_on(
     [[[2.0, 2.0, 0.0]]]
 
     Args:
-        scores, bias: what is sent on, one row for each query.
-        links, link_bias: scores of each generated token, over the keys and for the bias, in the order of generation.
-        generated: where each generated token stands: one True in each row, none in a row that stands for no token.
+        scores, bias: the scores to pass on, one row per query.
+        links, link_bias: scores of each generated token, over the keys and for the bias, in order of generation.
+        generated: the position of each generated token, one True per row; no True in a row without a token.
         hops: how many, or ``"all"``.
         shares: ``"signed"`` or ``"absolute"``.
-        totals: what signed shares are of; a token whose total is zero gives everything to the bias. None for the sums
+        totals: divisors for signed shares; a token with total zero passes everything to the bias. None uses the sums
             of scores and bias.
 
     Returns:
         Scores `[batch, query, key]` and bias `[batch, query]` with the same sum.
 
     Raises:
-        InvalidInputError: another number of hops, or no such shares.
+        InvalidInputError: an invalid number of hops, or unknown shares.
     """
     count = check_hops(hops)
     check_choice("shares", shares, SHARES)
@@ -369,12 +364,12 @@ def sent_on(
             totals = links.sum(-1) + link_bias
         weights = quotients(links, totals[..., None].expand_as(links))
         bias_weights = torch.where(totals == 0, 1.0, quotients(link_bias, totals))
-    else:  # they sum to 1
+    else:  # weights sum to 1
         size = links.abs().sum(-1) + link_bias.abs()
         weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
         bias_weights = 1 - weights.sum(-1)
     weights = weights.to(scores)
-    between = weights @ at.mT  # [batch, token, token]: what a generated token gives to one before it
+    between = weights @ at.mT  # [batch, token, token]: how much a generated token passes to an earlier one
     held = scores @ at.mT
     scores = scores - held @ at
     if count is None:  # held + held·W + held·W² + …
@@ -383,7 +378,7 @@ def sent_on(
         held = torch.zeros_like(held)
     else:
         passed = torch.zeros_like(held)
-        for _ in range(min(count, between.shape[-1])):  # nothing is left after as many hops as tokens
+        for _ in range(min(count, between.shape[-1])):  # after as many hops as tokens, nothing is left
             passed = passed + held
             held = held @ between
     outside = weights - between @ at
@@ -392,8 +387,7 @@ def sent_on(
 
 
 class GeneratedTokens(NamedTuple):
-    """The generated tokens of some texts: their `positions` `[batch, token]`, the `queries` that predict them, which
-    are `real`."""
+    """The generated tokens of texts: `positions` `[batch, token]`, the `queries` predicting them, which are `real`."""
 
     positions: Int[Tensor, "batch token"]
     queries: Int[Tensor, "batch token"]
@@ -408,10 +402,9 @@ def sent_on_by_pulls(
     minus: TokenLike = None,
     **settings: Any,
 ) -> Collapse:
-    """Return a stretch's scores `[batch, 1, key]` after some hops, as `sent_on` does with signed shares, with bias and
-    total.
+    """Return a span's scores `[batch, 1, key]` after some hops with signed shares (see `sent_on`), with bias and total.
 
-    `queries` predict the stretch's tokens; `settings` are bias and memory, as for a target.
+    `queries` predict the span's tokens; `settings` are bias and memory, as for a target.
     """
     ask = partial(operator.target, NEXT, summed=True, **settings)
     reached = partial(ask, keys=tokens.positions)
@@ -441,34 +434,34 @@ def sent_on_by_pulls(
         total = first.total
     at = tokens.positions[:, None]
     gives = (given != 0).long()
-    before_some = gives.flip(1).cumsum(1).flip(1) > gives  # nothing is left on others, not even rounding
+    before_some = gives.flip(1).cumsum(1).flip(1) > gives  # on other positions nothing is left, not even rounding
     left = (torch.take_along_dim(scores, at, dim=2)[:, 0] - sent) * before_some * tokens.real
     lost = (sent * (shared == 0)).sum(1, keepdim=True)
     return Collapse(scores.scatter(2, at, left[:, None]), bias + lost, total)
 
 
 def scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
-    """Those of a collapse to one score for each source token, which always has a bias."""
+    """Return the scores and bias of a collapse to one score per source token."""
     assert collapse.bias is not None
     return collapse.scores, collapse.bias
 
 
 if TYPE_CHECKING:
     Stretch = str | int | slice | tuple[int, int] | Sequence[int]
-    """A stretch of one generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``."""
+    """A span of one generated text: ``"all"``, a text, a number, a slice, or ``(start, stop)``."""
 
     Span = Stretch | list[Stretch] | None
-    """The same of every text, or a list with one for each; None for every token."""
+    """A span for all texts, or a list with one per text; None for each token separately."""
 else:
-    Span = Stretch = Any  # `_bounds` says what is wrong with it
+    Span = Stretch = Any  # `_bounds` checks it
 
 METHOD = "tensorlens"
-"""The method whose own way with spans and hops generated text has."""
+"""The method whose spans and hops are computed here rather than by the general path."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What is asked about the generated tokens of a text; see `attribute_generation` for each attribute."""
+    """The options of an attribution of generated tokens; see `attribute_generation`."""
 
     span: Span
     hops: Hops
@@ -499,17 +492,17 @@ class _Question:
         for name in ("query", "target", "direction"):
             if name in self.options:
                 raise InvalidInputError(
-                    f"generated text: {name}= is the generated tokens' own; span= chooses among them."
+                    f"generated text: {name}= is set by the generated tokens; span= chooses among them."
                 )
         if self.hops != 0:
             raise InvalidInputError(
-                f"hops={self.hops!r}: hops need method={METHOD!r}, which says what tokens give to each other's logits. "
+                f"hops={self.hops!r}: hops need method={METHOD!r}, whose scores sum to each token's own logit. "
                 f"Leave hops out with method={self.method!r}."
             )
 
     @property
     def of_method(self) -> dict[str, Any]:
-        """The options of another method than `METHOD`: its own, and those of ours that say more than their defaults."""
+        """Options for a method other than `METHOD`: its own, and ours where they differ from their defaults."""
         options = dict(self.options)
         if self.minus is not None:
             options["minus"] = self.minus
@@ -532,8 +525,8 @@ class FrozenGeneration:
     torch.Size([1, 1, 10])
 
     Attributes:
-        frozen: the pass of the whole text, or the difference of two; see `difference`.
-        positions: of the generated tokens, `[batch, token]`; padding where a prompt has fewer.
+        frozen: the pass over the whole text, or the difference of two; see `difference`.
+        positions: positions of the generated tokens, `[batch, token]`; padding where a prompt has fewer.
     """
 
     frozen: PassOrDifference
@@ -543,7 +536,7 @@ class FrozenGeneration:
 
     @property
     def _is_one(self) -> bool:
-        """True if this is the only prompt: no others in this pass, nor in other passes of one call."""
+        """Whether this is the only prompt, in this pass and in the whole call."""
         return len(self.positions) == 1 and not self._of_batch
 
     def __repr__(self) -> str:
@@ -557,7 +550,7 @@ class FrozenGeneration:
 
     @property
     def texts(self) -> list[str]:
-        """What was generated after each prompt."""
+        """The generated text after each prompt."""
         return [joined(self._tokens(row)) for row in range(len(self.positions))]
 
     @formerly(ONCE_ACTIVATION)
@@ -574,7 +567,7 @@ class FrozenGeneration:
         method: str = METHOD,
         **options: Any,
     ) -> Attribution:
-        """Attribute the generated tokens, one query for each, or a stretch of them together.
+        """Attribute the generated tokens, with one query each, or a span of them as a whole.
 
         Arguments, result and errors are those of `attribute_generation`.
 
@@ -586,7 +579,7 @@ class FrozenGeneration:
         return self._answer(question)
 
     def _answer(self, question: _Question) -> Attribution:
-        """The answer to a question that is checked; see `attribute`."""
+        """Run a checked request; see `attribute`."""
         span = question.span
         queries = self.queries(span)
         about = {"generated": self.generated_ranges(), "asked": self._token_positions(queries)}
@@ -600,7 +593,7 @@ class FrozenGeneration:
             target = self._method_label(result.target, queries, question)
             return replace(result, target=target, options=options | about)
         shown = queries
-        if span is not None:  # the stretch is shown at the last of its queries
+        if span is not None:  # a span is shown at the last of its queries
             real = torch.take_along_dim(self.frozen.mask, queries, dim=1)
             shown = (queries * real).amax(1, keepdim=True)
         with one_check(self.frozen.view.model):
@@ -622,7 +615,7 @@ class FrozenGeneration:
         )
 
     def _method_label(self, target: str, queries: Int[Tensor, "batch query"], question: _Question) -> str:
-        """What a method's scores are of, in words: its own number, of generated tokens; nothing for a map of tokens."""
+        """Describe a method's scores of generated tokens, in terms of the method's own target."""
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
@@ -630,17 +623,17 @@ class FrozenGeneration:
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
-        """Compare with another text, or the same text in another run; the result is used like one text.
+        """Compare with another text, or the same text in another run; the result is used like a single text.
 
-        Targets are logits of this text's own tokens in both runs. Scores are parts of the exact change
+        Targets are the logits of this text's own tokens in both runs. Scores are parts of the exact change
         (`tlens.difference`).
 
         Args:
-            other: a text of as many tokens, generated at the same positions: another prompt's, another model's of the
-                same architecture, or of a model that was changed in between.
+            other: a text with as many tokens, generated at the same positions: from another prompt, from another model
+                of the same architecture, or from a model that was changed in between.
 
         Raises:
-            InvalidInputError: other positions, and what `tlens.difference` raises.
+            InvalidInputError: the positions differ; also whatever `tlens.difference` raises.
             UnsupportedModelError: see `tlens.difference`.
 
         >>> other = text.replace("red", "blue")
@@ -653,26 +646,26 @@ class FrozenGeneration:
         True
         """
         if not isinstance(other, FrozenGeneration):
-            raise InvalidInputError(f"difference: pass another FrozenGeneration, not {type(other).__name__}.")
+            raise InvalidInputError(f"difference: pass another FrozenGeneration, not a {type(other).__name__}.")
         first, second = self.frozen, other.frozen
         if isinstance(first, Difference) or isinstance(second, Difference):
             raise InvalidInputError("difference: one of these is a difference of two texts; pass texts of one run.")
         if self.positions.shape != other.positions.shape or not torch.equal(self.positions, other.positions):
             raise InvalidInputError(
                 f"difference: the generated tokens stand elsewhere, {self.generated_ranges()} and "
-                f"{other.generated_ranges()}. Pass continuations of one length to prompts of one length. Two answers "
-                "of different lengths to one prompt: attribute each by itself (span='all', minus='runner-up', since "
-                "logits of different tokens have no common zero) and compare the scores of the prompt's tokens; or "
-                "explain the first token in which they differ, attribute(model, prompt and what they share, "
+                f"{other.generated_ranges()}. Pass continuations of one length to prompts of one length. For two "
+                "answers of different lengths to one prompt, attribute each by itself (span='all', minus='runner-up', "
+                "since logits of different tokens have no common zero) and compare the scores of the prompt's tokens; "
+                "or explain the first token in which they differ, attribute(model, prompt and what they share, "
                 "token, minus=other)."
             )
         return FrozenGeneration(difference(first, second), self.positions)
 
     @formerly(ONCE_ACTIVATION)
     def links(self, *, bias: str = "apart", rule: FrozenRule = "frozen", memory: Memory = None) -> Collapse:
-        """What made the logit of every generated token: the scores that hops follow; stored for the next call."""
+        """Return the scores behind every generated token's logit, which hops follow; cached for the next call."""
         self.frozen.check_fresh()
-        in_bytes(memory)  # refused also where nothing is left to compute
+        in_bytes(memory)  # checked even if nothing is left to compute
         links = self._links.get((bias, rule))
         if links is None:
             operator = self.frozen.operator(rule=rule)
@@ -681,12 +674,12 @@ class FrozenGeneration:
         return links
 
     def queries(self, span: Span = None) -> Int[Tensor, "batch query"]:
-        """Return the positions that predict a stretch's tokens (None: every generated token), one before each.
+        """Return the positions that predict a span's tokens (None: every generated token), one before each.
 
-        Padding counts, and fills prompts with fewer tokens.
+        Positions count padding; padding positions fill up prompts with fewer tokens.
 
         Raises:
-            InvalidInputError: a span that is empty, outside the generated text or not in it.
+            InvalidInputError: a span that is empty, or not within the generated text.
 
         >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
         >>> written.queries((0, 2))
@@ -695,7 +688,7 @@ class FrozenGeneration:
         return self._queries(self.positions if span is None else self._span(span))
 
     def generated_ranges(self) -> list[list[int]]:
-        """The position of each prompt's first generated token, and the one after the last: ``[first, stop]``."""
+        """Return ``[first, stop]`` for each prompt: its first generated position, and the one after the last."""
         counts = self.real.sum(1).tolist()
         return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
 
@@ -708,11 +701,11 @@ class FrozenGeneration:
         *,
         capped: bool = False,
     ) -> str:
-        """Return what scores of generated tokens explain, as a text.
+        """Return a description of what scores of generated tokens explain.
 
         Args:
             queries: the positions that predict the tokens; see `queries`.
-            span: None where each token is explained by itself; else they are together.
+            span: None if each token is explained separately; otherwise they are explained as a whole.
             minus, hops: as for `attribute_generation`.
             capped: see `tensorlens_tl.passes.target.logit_word`.
         """
@@ -734,7 +727,7 @@ class FrozenGeneration:
     # ------------------------------------------------------------------ inside
 
     def _collapse(self, queries: Int[Tensor, "batch query"], question: _Question) -> Collapse:
-        """What made the tokens that queries predict, or the sum of a span's, after some hops."""
+        """Attribute the tokens that queries predict, or their sum for a span, and apply hops."""
         settings: dict[str, Any] = {"bias": question.bias, "memory": question.memory}
         rule = question.rule
         minus = question.minus
@@ -742,7 +735,7 @@ class FrozenGeneration:
         count = check_hops(question.hops)
         few_hops = count is not None and 0 < count < self.positions.shape[1]
         if is_span and few_hops and question.shares == SIGNED and (question.bias, rule) not in self._links:
-            # a pull for each hop costs less than the scores of every token
+            # a pull per hop is cheaper than the scores of every token
             operator = self.frozen.operator(rule=rule)
             tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
             return sent_on_by_pulls(operator, tokens, queries, count or 0, minus, **settings)
@@ -764,11 +757,11 @@ class FrozenGeneration:
         return Collapse(scores, bias, collapse.total)
 
     def _queries(self, positions: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
-        """The positions that predict tokens: one earlier each; padding stays."""
+        """Return the positions that predict tokens: one earlier each, except for padding."""
         return positions - torch.take_along_dim(self.frozen.mask, positions, dim=1).long()
 
     def _token_positions(self, queries: Int[Tensor, "batch query"]) -> list[list[int]]:
-        """The positions of the generated tokens that queries predict."""
+        """Return the positions of the generated tokens that queries predict."""
         real = torch.take_along_dim(self.frozen.mask, queries, dim=1).tolist()
         return [
             [p + 1 for p, is_real in zip(*pair, strict=True) if is_real]
@@ -780,7 +773,7 @@ class FrozenGeneration:
         return self.frozen.str_tokens[row][first:stop]
 
     def _span(self, span: Span) -> Int[Tensor, "batch token"]:
-        """The positions of a span's tokens; padding where prompts have different numbers of them."""
+        """Return the positions of a span's tokens, padded where prompts have fewer."""
         texts = len(self.positions)
         spans: list[Any] = span_of_each(span, texts) or [span] * texts
         rows = [self._stretch(each, row) for row, each in enumerate(spans)]
@@ -797,7 +790,7 @@ class FrozenGeneration:
         return torch.tensor(filled, device=self.positions.device)
 
     def _stretch(self, span: Stretch, row: int) -> list[int]:
-        """The same of one prompt; `span` counts its generated tokens."""
+        """Return the positions of one prompt's span; `span` counts its generated tokens."""
         first, stop = self.generated_ranges()[row]
         positions = list(range(first, stop))
         if isinstance(span, str) and span != "all":
@@ -822,8 +815,7 @@ class FrozenGeneration:
 
 
 def span_of_each(span: Span, prompts: int) -> list[Stretch] | None:
-    """Return the spans of a list with one for each prompt, numbers as slices; None for one span (two numbers are its
-    ends)."""
+    """Return a list of spans, one per prompt, with numbers as slices; None for a single span (or its two ends)."""
     if not isinstance(span, list) or [type(each) for each in span] == [int, int]:
         return None
     if len(span) != prompts:
@@ -832,7 +824,7 @@ def span_of_each(span: Span, prompts: int) -> list[Stretch] | None:
 
 
 def _unit(minus: TokenLike) -> tuple[str, str]:
-    """What is attributed of a token, and what it is compared with."""
+    """Describe the explained number of a token, and what it is compared with."""
     if minus is None:
         return "logit", ""
     if isinstance(minus, str) and minus in RANKED:
@@ -844,7 +836,7 @@ def _unit(minus: TokenLike) -> tuple[str, str]:
 
 
 def _bounds(span: Stretch, count: int) -> slice:
-    """A span by numbers as a slice of the generated tokens."""
+    """Turn a numeric span into a slice of the generated tokens."""
     if isinstance(span, slice):
         return whole_slice("span", span, why="a slice of the generated tokens")
     if span == "all":
@@ -859,7 +851,7 @@ def _bounds(span: Stretch, count: int) -> slice:
 def frozen_texts(
     model: ModelLike, texts: Sequence[Text], padding_side: str | None, store: Store, verify: Verify
 ) -> FrozenGeneration:
-    """Texts in one pass; where they are unequal, with one position of padding at least in each."""
+    """Freeze texts in one pass; if their lengths differ, each gets at least one position of padding."""
     ids = [text for text, _ in texts]
     first = [begin for _, begin in texts]
     lengths = [len(row) for row in ids]
@@ -868,7 +860,7 @@ def frozen_texts(
     padded = len(set(lengths)) != 1 or len(set(first)) != 1
     width = max(lengths)
     if padded:
-        width += 1  # a prompt with fewer generated tokens asks there for the missing ones
+        width += 1  # the position at which a prompt with fewer tokens places its missing queries
     most = max(length - begin for length, begin in zip(lengths, first, strict=True))
     tokens = torch.zeros(len(ids), width, dtype=torch.long)
     mask = torch.zeros(len(ids), width, dtype=torch.long)
@@ -878,7 +870,7 @@ def frozen_texts(
         end = start + len(row)
         tokens[number, start:end] = torch.tensor(row)
         mask[number, start:end] = 1
-        positions[number] = int((1 - mask[number]).argmax())  # one position of padding, for each that the text lacks
+        positions[number] = int((1 - mask[number]).argmax())  # a padding position stands in for all missing tokens
         positions[number, : len(row) - begin] = torch.arange(start + begin, end)
     frozen = freeze(
         model,
@@ -909,7 +901,7 @@ def freeze_generation(
     store: Store = "model",
     verify: Verify = True,
 ) -> FrozenGeneration:
-    """Write or take continuations of prompts, and freeze the whole texts once, to attribute as often as you like.
+    """Generate or take continuations of prompts, and freeze the whole texts once for any number of attributions.
 
     Args:
         model, prompt, max_new_tokens, continuation, stop_at_eos, prepend_bos, padding_side: as for
@@ -918,7 +910,7 @@ def freeze_generation(
 
     Raises:
         InvalidInputError: see `attribute_generation`.
-        UnsupportedModelError: not a causal language model, and what `freeze` raises.
+        UnsupportedModelError: not a causal language model; also whatever `freeze` raises.
 
     >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
     >>> written.generated_ranges()
@@ -962,43 +954,43 @@ def attribute_generation(
     >>> bool(((result.scores.sum(-1) + result.bias - result.total).abs() < 1e-3).all())
     True
 
-    The whole text is frozen once. There is one query for each generated token, the position before it, which predicts
-    it; or with `span` one query in all, computed by one pull. The result's options say where the generated tokens are
+    The whole text is frozen once. Each generated token has a query, the position before it, which predicts it; with
+    `span` there is a single query, computed by one pull. The result's options record where the generated tokens are
     (``"generated"``: each prompt's first position, and the one after the last) and which are explained (``"asked"``).
 
     Args:
         model: a causal language model.
         prompt: text, the messages of a chat or token ids, one prompt or several; see `freeze`.
-        max_new_tokens: write so many tokens greedily, or fewer where the model ends.
-        continuation: or take this one: the new text only, one for each prompt, as text or token ids; in a chat the
-            assistant's answer.
-        span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
-            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
-            list with one for each prompt.
-        hops: send what reached generated tokens on to their sources, so many times, or ``"all"``, after which only
-            the prompt and the bias have scores; weights are those of each token's own logit, whatever `minus` is.
-        shares: how a token's score is divided: by ``"signed"`` shares of its own logit, one pull for each hop of a
-            span, or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
-        minus: a token to subtract, ``"runner-up"`` for the likeliest other token at each position, or one for each
+        max_new_tokens: write this many tokens greedily, or fewer if the model ends the text.
+        continuation: instead, explain this continuation: the new text only, one per prompt, as text or token ids; in a
+            chat, the assistant's answer.
+        span: a span of the generated text, attributed as a whole (the sum of its tokens' targets). ``"all"``, a text
+            (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a list
+            with one per prompt.
+        hops: how many times to pass scores on generated tokens back to their sources, or ``"all"``, after which only
+            the prompt and the bias have scores. Weights are those of each token's own logit, whatever `minus` is.
+        shares: how a token's score is divided among its sources: by ``"signed"`` shares of its own logit, one pull per
+            hop of a span; or by ``"absolute"`` ones, one pull per generated token, whatever the number of hops.
+        minus: a token to subtract, ``"runner-up"`` for the most likely other token at each position, or one for each
             prompt or query, as in `FrozenOperator.target`.
         bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
         rule: the rule for activations; see `FrozenPass.operator`.
         stop_at_eos: end a text before the first end token (of the tokenizer or the config).
         prepend_bos: as in TransformerLens, for strings.
-        padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
+        padding_side: ``"left"`` or ``"right"`` (default), if texts differ in length.
         store, verify: as for `freeze`.
-        memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
-        method: any of `list_methods()`, for the same tokens. Scores are summed over a span; those of a method that
-            explains no prediction (attention, say) are averaged.
-        options: of another method than the default.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes; limits how many prompts run together.
+        method: any of `list_methods()`, applied to the same tokens. Scores are summed over a span, or averaged for a
+            method that explains no prediction (such as attention).
+        options: options of a method other than the default.
 
     Raises:
         RegistryError: no such method.
-        InvalidInputError: an option that the method does not take, or hops of another than the default; both or neither
-            of `max_new_tokens` and `continuation`; a continuation that is empty, changes the prompt's tokens, or is not
-            one per prompt; nothing written; a text beyond the context; a span that is empty, outside the generated text
-            or not in it; no such number of hops.
-        UnsupportedModelError: not a causal language model, and what `freeze` raises.
+        InvalidInputError: an option that the method does not take, or hops with a method other than the default; both
+            or neither of `max_new_tokens` and `continuation`; a continuation that is empty, changes the prompt's
+            tokens, or is not one per prompt; nothing generated; a text beyond the context; a span that is empty or not
+            within the generated text; an invalid number of hops.
+        UnsupportedModelError: not a causal language model; also whatever `freeze` raises.
     """
     question = _Question(span, hops, shares, minus, bias, rule, memory, method, options)
     check_rule(rule)
@@ -1045,8 +1037,7 @@ def scored_by(
     span: bool,
     memory: Memory = None,
 ) -> Attribution:
-    """Return a method's scores of the tokens that queries predict; with `span` summed, or averaged without a
-    prediction."""
+    """Return a method's scores of the tokens that queries predict; for a `span`, summed (averaged without a target)."""
     explains = get_method(method).explains_prediction(options)
     target = {"target": NEXT} if explains else {}
     result = attribute(run, method=method, query=queries, memory=memory, **target, **options)

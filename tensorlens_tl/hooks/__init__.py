@@ -1,4 +1,4 @@
-"""Where TransformerLens lets us look and hold on: hook points, capture, freezing, and which hooks are on a model."""
+"""TransformerLens hooks: hook points, capturing and freezing activations, and finding the hooks on a model."""
 
 from tensorlens_tl.hooks.capture import (
     CallChange,

@@ -1,8 +1,8 @@
-"""One forward pass, and what it leaves behind: at hook points, and where TransformerLens has none.
+"""Capturing activations of a forward pass, at hook points and in places where TransformerLens has none.
 
-A hook point is the identity. Its module's input is what the model computes, and its output what hooks make of that:
-the difference is what user-installed hooks add to the residual stream, steering vectors and what acts like them. The
-routing of experts and some patterns are seen in what modules are called with, or give.
+A hook point is the identity. Its input is what the model computes, and its output is the result of the hooks: the
+difference is what user-installed hooks, such as steering vectors, add to the residual stream. The routing of experts
+and some patterns are read from arguments or outputs of modules.
 """
 
 import inspect
@@ -32,14 +32,14 @@ from tensorlens_tl.hooks.running import (
 )
 from tensorlens_tl.models import BlockView, HookedModel, ModelView
 
-# ------------------------------------------------------------------ what modules are called with, or give
+# ------------------------------------------------------------------ arguments and outputs of modules
 
 
 @contextmanager
 def _on_calls(
     points: Sequence[CallPoint], see: Callable[[int, Mapping[str, Any], Any], Any]
 ) -> Generator[None, None, None]:
-    """Inside, `see` gets what modules are called with, or give, in this thread; what it returns takes its place.
+    """Call `see` with arguments or outputs of modules in this thread; its return value takes their place.
 
     It gets the number of the point, the call's arguments by name (none for an output), and the argument or output.
     """
@@ -73,9 +73,9 @@ def _on_calls(
 
 @contextmanager
 def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None]) -> Generator[None, None, None]:
-    """Inside, `see` gets the tensors at `calls`, detached, whenever this thread calls their modules.
+    """Call `see` with the tensors at `calls`, detached, whenever this thread calls their modules.
 
-    Raises `UnsupportedModelError` for a module that is not called, or is called again with something else.
+    Raises `UnsupportedModelError` if a module is not called, or is called again with another tensor.
     """
     names = list(calls)
     seen = set[str]()
@@ -88,7 +88,7 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         if call.optional and (name in seen or not isinstance(value, Tensor)):
             return shown
         if name in seen:
-            raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
+            raise UnsupportedModelError(f"{what} is called several times in one forward pass, which is not supported.")
         if value is None and name.endswith(PATTERN):
             raise UnsupportedModelError(
                 f"{what} is no pattern over all pairs of tokens: attention within windows, or fused attention. Fused "
@@ -111,9 +111,9 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
 
 
 class CallChange(NamedTuple):
-    """A change of a module's argument or output at `point` (of several outputs, the first).
+    """A change of a module's argument or output (the first of several outputs) at `point`.
 
-    `change` maps the call's arguments by name, and the tensor there, to what takes its place.
+    `change` maps the call's arguments by name, and the tensor there, to the new tensor.
     """
 
     point: CallPoint
@@ -122,9 +122,9 @@ class CallChange(NamedTuple):
 
 @contextmanager
 def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
-    """Inside, calls of some modules are changed in this thread.
+    """Change calls of some modules in this thread while the context is open.
 
-    Raises `UnsupportedModelError` where a module was not called, or there is no tensor to change.
+    Raises `UnsupportedModelError` if a module is not called, or there is no tensor to change.
     """
     called = set[int]()
 
@@ -134,7 +134,7 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
         first, *others = shown if isinstance(shown, tuple) and point.argument == "output" else (shown,)
         if not isinstance(first, Tensor):
             what = f"{type(point.module).__name__}, {point.argument}"
-            raise UnsupportedModelError(f"{what}: {type(first).__name__}, and no tensor that could be changed.")
+            raise UnsupportedModelError(f"{what} is {type(first).__name__}, not a tensor that could be changed.")
         first = changes[number].change(arguments, first)
         return (first, *others) if isinstance(shown, tuple) else first
 
@@ -144,21 +144,21 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
         if number not in called and not each.point.optional:
             module = type(each.point.module).__name__
             raise UnsupportedModelError(
-                f"{module} was not called in a forward pass (fused experts?), so that nothing could be changed there. "
+                f"{module} was not called in a forward pass (fused experts?), so nothing could be changed there. "
                 "Load the Hugging Face model with experts_implementation='eager'."
             )
 
 
-# ------------------------------------------------------------------ what hooks add to the stream
+# ------------------------------------------------------------------ additions to the stream by hooks
 
 StreamPlace = Literal["attention", "middle", "mlp", "late", "end"]
-"""Where in a block something joins the stream: with what attention writes, after that has joined it, with what the MLP
-writes, after that has joined it (and before a norm around the sum), or after the whole block."""
+"""Where something joins the stream in a block: with attention's output, after that has been added, with the MLP's
+output, after that has been added (and before a norm around the sum), or after the whole block."""
 
 
 @dataclass(frozen=True)
 class StreamPoint:
-    """A hook point whose tensor is the residual stream, or becomes a part of it as it stands.
+    """A hook point whose tensor is the residual stream, or is added to it unchanged.
 
     `inside` is True for the output of a sublayer's own module, before the block's factor.
     """
@@ -171,14 +171,14 @@ class StreamPoint:
 
 @dataclass(frozen=True, eq=False)
 class Passed:
-    """What a hook point's module was given, and what it gave."""
+    """The input and output of a hook point."""
 
     before: Float[Tensor, "..."]
     after: Float[Tensor, "..."]
 
 
 def hooked_stream_points(view: ModelView, points: ModelPoints) -> list[StreamPoint]:
-    """The points of the stream that somebody else's hooks are on, in the order of the pass."""
+    """Return the points of the stream that have user-installed hooks, in the order of the pass."""
     names = other_hooks(view.model)
     if not names or view.is_encoder_decoder or view.loop is not None:
         return []
@@ -189,7 +189,7 @@ def hooked_stream_points(view: ModelView, points: ModelPoints) -> list[StreamPoi
 
 
 def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) -> list[StreamPoint]:
-    """Every point of the stream that a model has."""
+    """Return every point of the stream that a model has."""
     stream: list[StreamPoint] = []
     for layer, (block, of_block) in enumerate(zip(view.blocks, points.blocks, strict=True)):
         norms = {id(known.get(f"{block.name}.{norm}.hook_out")) for norm in block.norms}
@@ -209,9 +209,9 @@ def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) 
 
 
 def _writes(block: BlockView, points: BlockPoints) -> dict[StreamPlace, tuple[str | None, str, float]]:
-    """Return by place the points of a sublayer's write and of its module's output, and the block's factor between them.
+    """Return by place the points of a sublayer's output to the stream and of its module's output, and their ratio.
 
-    Where they are one hook point, or the factor is 1, both show the same; Granite has a point after the factor.
+    If they are one hook point, or the block's factor is 1, both show the same; Granite has a point after the factor.
     """
     attention = f"{block.name}.{block.parts.mixer_name}.hook_out"
     mlp = f"{block.name}.{block.parts.mlp_name}.hook_out"
@@ -222,7 +222,7 @@ def _writes(block: BlockView, points: BlockPoints) -> dict[StreamPlace, tuple[st
 
 
 def _sums(view: ModelView) -> dict[str, StreamPlace]:
-    """The points of a block that hold the stream itself; a Bridge's `hook_resid_mid` is what the second norm reads."""
+    """Return the points of a block that hold the stream; a Bridge's `hook_resid_mid` is what the second norm reads."""
     if view.is_hooked_encoder:
         return {"hook_resid_mid": "middle", "hook_resid_post": "late", "hook_normalized_resid_post": "end"}
     if view.is_bridge:
@@ -238,9 +238,9 @@ def passing(
     *,
     instead: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[None, None, None]:
-    """Inside, `see` gets what passes some hook points in this thread, before hooks and after them.
+    """Call `see` with the tensors at some hook points in this thread, before and after hooks.
 
-    `instead` maps what the model computes to what its hooks are given in its place.
+    `instead` maps the model's activation to the tensor that its hooks receive instead.
     """
     known = hook_points(view.model) if points else {}
     home = threading.get_ident()
@@ -287,13 +287,13 @@ def observe(
         inputs: keyword arguments of its forward.
         names: hook points.
         see: called with a name and its activation, detached, once for each name.
-        hooks: further hooks; their changes are seen after them, at their own point only if `changed`.
-        last: a hook point to end the run at; there is no output then.
+        hooks: further hooks; `see` gets later activations with their changes, and their own point's if `changed`.
+        last: a hook point at which the run ends, without an output.
         optional: names that may be missing.
-        calls: names that are no hook points, and where their tensors are.
+        calls: names that are not hook points, and where their tensors are.
 
     Returns:
-        The model's output, or None where the run ended before it. Hooks are removed, also on an exception.
+        The model's output, or None if the run ended before it. Hooks are removed, also on an exception.
 
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
@@ -313,7 +313,7 @@ def observe(
         if name in calls:
             continue
         wanted.setdefault(id(points[name]), []).append(name)
-    called = {name for name, point in points.items() if id(point) in wanted}  # every name of a wanted point
+    called = {name for name, point in points.items() if id(point) in wanted}  # all names of the requested points
     fired: dict[int, Callable[[], Tensor | None]] = {}
     again: list[str] = []
 
@@ -327,7 +327,7 @@ def observe(
         for name in wanted[point]:
             see(name, tensor.detach())
 
-    # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
+    # one filter instead of a hook per name: a Bridge lists all its hook points again for every name
     look: list[FwdHook] = [(called.__contains__, in_this_thread(note))]
     placed = [*hooks, *look] if changed else [*look, *hooks]
     output = None
@@ -358,7 +358,7 @@ def run_until(
     last: str | None,
     points: Mapping[str, Any] | None = None,
 ) -> Any:
-    """`run` up to a hook point, after the hooks there; then there is no output. None runs the whole model.
+    """Run the model up to a hook point, with the hooks there, and return None; None for `last` runs the whole model.
 
     >>> from tensorlens_tl.hooks import run_until
     >>> show = ("hook_embed", lambda activation, hook: print(activation.shape))
@@ -384,10 +384,10 @@ def capture(
     calls: Mapping[str, CallPoint] | None = None,
     changed: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
-    """Run the model once and store the activations at `names`; returns them by name, and the output.
+    """Run the model once and return the activations at `names`, by name, and the output.
 
     Args:
-        store: ``"model"`` puts them on the input's device, ``"cpu"`` moves them off it.
+        store: ``"model"`` stores them on the input's device, ``"cpu"`` in the CPU's memory.
         model, inputs, names, hooks, last, optional, calls, changed: see `observe`, also for errors.
 
     >>> from tensorlens_tl.hooks import capture
@@ -409,7 +409,7 @@ def capture(
 
 
 def _device_of(inputs: Mapping[str, Any]) -> torch.device | None:
-    """Where a model is given its input; of a model whose blocks run on several devices, results are put there."""
+    """Return the device of the input; results are put there even if the blocks run on several devices."""
     return next((value.device for value in inputs.values() if isinstance(value, Tensor)), None)
 
 
@@ -444,12 +444,12 @@ def graph_of(
 
 
 def keep_in(activations: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:
-    """Store an activation by its name, on the CPU where `store` is ``"cpu"``."""
+    """Store an activation by name, in the CPU's memory if `store` is ``"cpu"``."""
     activations[name] = activation.cpu() if store == "cpu" else activation
 
 
 def _reference(tensor: Tensor) -> Callable[[], Tensor | None]:
-    """What gives a tensor again: a small one itself, others only while they live elsewhere."""
+    """Return a function that returns the tensor: a small one itself, others only while they are alive elsewhere."""
     if tensor.shape[-1] > 1:
         return weakref.ref(tensor)
     detached = tensor.detach()
@@ -457,10 +457,10 @@ def _reference(tensor: Tensor) -> Callable[[], Tensor | None]:
 
 
 def _same(before: Tensor | None, tensor: Tensor) -> bool:
-    """True if a point that fires again shows the same as before.
+    """Return whether a point that fires again shows the same tensor as before.
 
-    A Bridge in compatibility mode calls a hook for each of its point's names; a HookedTransformer computes a norm's
-    scale for queries, keys and values each.
+    A Bridge in compatibility mode calls a hook once for each name of its point; a HookedTransformer computes a norm's
+    scale separately for queries, keys and values.
     """
     if before is None or before is tensor or before.shape != tensor.shape or tensor.shape[-1] != 1:
         return before is tensor
@@ -468,8 +468,8 @@ def _same(before: Tensor | None, tensor: Tensor) -> bool:
 
 
 _EAGER = (
-    " Fused attention makes no pattern: load the Hugging Face model with attn_implementation='eager', as "
-    "TransformerBridge.boot_transformers(name) does by itself."
+    " Fused attention computes no pattern: load the Hugging Face model with attn_implementation='eager', as "
+    "TransformerBridge.boot_transformers(name) does."
 )
 
 
@@ -488,11 +488,9 @@ def states_and_logits(
     positions: Int[Tensor, "batch query"],
     hooks: Sequence[FwdHook] = (),
 ) -> tuple[Tensor, Any]:
-    """One run: the stream that is unembedded, `[batch, pos, d_model]`, and the logits at some positions.
+    """Return the stream that is unembedded, `[batch, pos, d_model]`, and the logits at some positions, from one run.
 
-    `hooks` are further hooks of the run.
-
-    Logits that are no tensor `[batch, pos, d_vocab]` are handed back as they are.
+    `hooks` are further hooks of the run. Logits that are not a tensor `[batch, pos, d_vocab]` are returned unchanged.
     """
     some = SomeLogits(model, unembed_in, positions)
     activations, logits = capture(model, inputs, [unembed_in], hooks=[*hooks, *some.hooks])
@@ -502,8 +500,8 @@ def states_and_logits(
 class SomeLogits:
     """The logits of one run at `positions` `[batch, query]` only; the others can cost as much as several blocks.
 
-    All are computed where the model has user hooks, or a custom class computes logits: such code may count positions.
-    `hooks` are to be on the model before `of` reads its output.
+    All logits are computed if the model has user hooks, or a custom class computes logits: such code may count
+    positions. `hooks` must be on the model during the run whose output `of` reads.
     """
 
     def __init__(self, model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> None:
@@ -514,22 +512,21 @@ class SomeLogits:
             self.hooks = [(unembed_in, in_this_thread(self._take))]
 
     def _take(self, tensor: Tensor, *, hook: Any) -> Tensor:
-        """The stream at the positions alone; a classifier's head takes one position out by itself."""
+        """Keep only the positions of the stream; a classifier's head selects one position itself."""
         if tensor.ndim != 3 or tensor.shape[1] <= self.positions.shape[1]:
             return tensor
         self._alone = True
         return torch.take_along_dim(tensor, self.positions[..., None].to(tensor.device), dim=1)
 
     def of(self, logits: Any) -> Any:
-        """The logits at the positions, of what the run gave; what is no tensor of logits as it is."""
+        """Return the logits at the positions, given the run's output; anything but a tensor is returned unchanged."""
         if self._alone and isinstance(logits, Tensor) and logits.ndim == 3:
             return logits
         return logits_at(logits, self.positions)
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """Return the logits at some positions of a run that gave all; a classifier's `[batch, class]` are one
-    position's."""
+    """Return a run's logits at some positions; a classifier's `[batch, class]` count as one position."""
     if isinstance(logits, Tensor) and logits.ndim == 2:
         return logits[:, None].expand(-1, positions.shape[1], -1)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
@@ -538,9 +535,9 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Copy the activations at `names` from a cache; `lengths` are the positions that some of them have.
+    """Copy the activations at `names` from a cache; `lengths` gives the number of positions of some of them.
 
-    Raises `InvalidInputError` where the cache lacks a name, or has another batch or length.
+    Raises `InvalidInputError` if the cache lacks a name, or has another batch or length.
     """
     missing = [name for name in names if name not in cache]
     if missing:
@@ -551,12 +548,12 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
     activations = {name: cache[name].detach().clone() for name in names}  # its owner may write to it
     first = next(iter(activations.values()))
     if first.ndim == 2:
-        raise InvalidInputError("cache: it has no batch axis; make it without remove_batch_dim=True.")
+        raise InvalidInputError("cache has no batch axis; create it without remove_batch_dim=True.")
     for name, pos in lengths.items():
         if tuple(activations[name].shape[:2]) != (batch, pos):
             raise InvalidInputError(
                 f"cache: {name} is {tuple(activations[name].shape)}, but the input has batch {batch} and {pos} tokens. "
-                "Pass the same input that made the cache."
+                "Pass the input that the cache was computed from."
             )
     return activations
 
@@ -564,10 +561,10 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
 def check_finite(activations: Mapping[str, Tensor], writers: Mapping[str, str] | None = None) -> None:
     """Raise `NumericalError` for the first activation with a NaN or Inf, in the order of the forward pass.
 
-    `writers` names the block that wrote what is seen at some of the points.
+    `writers` gives, for some points, the block that wrote the activation.
     """
     for name, tensor in activations.items():
-        # a sum shows most of what is not finite in one pass; only one that may have overflowed needs every number
+        # the sum is finite unless an entry is not or the sum itself overflows; only then check every entry
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             what = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
             writer = (writers or {}).get(name)

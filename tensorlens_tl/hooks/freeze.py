@@ -1,9 +1,9 @@
 """Hooks that hold a model's patterns, activation ratios and norm scales fixed.
 
-They are ordinary TransformerLens ``fwd_hooks``, so any workflow can run on the frozen model, gradients
-included. On some bridges (BERT, RoBERTa, OPT) `attn.hook_pattern` only observes: a replacement is
-silently ignored. There the live `attn.hook_v` is recorded and `attn.hook_z` replaced by pattern @ v,
-which is exact everywhere. Which of the two a layer needs is found by trying (`patterns_take_effect`).
+They are ordinary TransformerLens ``fwd_hooks``, so any workflow can run on the frozen model, including gradients. On
+some bridges (BERT, RoBERTa, OPT) `attn.hook_pattern` only observes: a replacement is silently ignored. There the live
+`attn.hook_v` is recorded and `attn.hook_z` replaced by pattern @ v, which is exact everywhere. A test run decides which
+of the two a layer needs (`patterns_take_effect`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +24,13 @@ from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_unheld, run
 from tensorlens_tl.models import Coefficients
 
 Held = Tensor | Callable[[], Tensor]
-"""What is held: a tensor, or what computes it again in every run."""
+"""A held value: a tensor, or a function that computes it again in every run."""
 
 
 def replace(name: str, value: Held) -> FwdHook:
-    """A hook that puts `value` (or what it computes in every run) in place of an activation; a batch of 1 serves any
-    batch.
+    """Return a hook that replaces an activation by `value`, or by its result if it is a function.
 
-    Returns the name and function that ``run_with_hooks(fwd_hooks=[...])`` takes.
+    It is a pair of name and function, as in ``run_with_hooks(fwd_hooks=[...])``; a batch of 1 serves any batch.
 
     >>> from tensorlens_tl.hooks import replace
     >>> hook = replace("blocks.0.attn.hook_pattern", frozen.pattern(0))
@@ -50,7 +49,7 @@ def _now(held: Held) -> Tensor:
 
 
 def leave_out(name: str, padding: Tensor) -> FwdHook:
-    """A hook that keeps padding out of a whitened model's recursion, also in runs that are given no mask."""
+    """Return a hook that keeps padding out of a whitened model's recursion, even in runs without a mask."""
 
     def hook(live: Tensor, *, hook: Any) -> Tensor:
         return live.masked_fill(_like(padding, live[..., 0], name).bool()[..., None], 0)
@@ -63,7 +62,7 @@ def attention_hooks(
 ) -> list[FwdHook]:
     """Return hooks that freeze one layer's pattern, at `hook_pattern` if that takes effect, else at `hook_z`.
 
-    `beside` is the pattern over a second call of the value projection, whose share is added.
+    `beside` is the pattern for a second call of the value projection, whose contribution is added.
     """
     if takes_effect:
         return [replace(points.pattern, pattern)]
@@ -79,12 +78,12 @@ def attention_hooks(
         fired.add(points.value)
 
     def mix(z: Tensor, *, hook: Any) -> Tensor | None:
-        calls = values.pop(get_ident(), [])  # stored no longer than needed: they may hold an autograd graph
+        calls = values.pop(get_ident(), [])  # do not keep them: they may hold an autograd graph
         if not calls:
             _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
         if len(calls) < len(patterns):
-            raise FrozenModelError(f"{points.value} fired once in this run; what is held there needs two calls.")
+            raise FrozenModelError(f"{points.value} fired once in this run, but the frozen pattern needs two calls.")
         shares = (_gathered(_now(held), v, points.pattern) for held, v in zip(patterns, calls, strict=True))
         return reduce(torch.add, shares).reshape(z.shape)
 
@@ -92,7 +91,7 @@ def attention_hooks(
 
 
 def _gathered(pattern: Tensor, v: Tensor, name: str) -> Float[Tensor, "batch query kv group d_head"]:
-    """What the heads gather of some values by a held pattern."""
+    """Mix values by a held pattern, for every head."""
     held = _like(pattern, v, name, batch_only=True)
     grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
     return torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
@@ -104,9 +103,9 @@ def mlp_hooks(
     """Return hooks that freeze one layer's activation: ``through·u + gate·g + rest`` of the live pre-activations.
 
     Args:
-        points: of an MLP, or inside an expert.
-        held: the coefficients; of an expert, `[1, token, d_mlp]` of its tokens.
-        after: what the model adds to the product (HookedTransformer's gated `b_in`).
+        points: the points of an MLP, or inside an expert.
+        held: the coefficients; for an expert, `[1, token, d_mlp]` of its tokens.
+        after: a term that the model adds to the product (HookedTransformer's gated `b_in`).
         choice: which of each token's choices the expert is; its tokens are packed in this order.
     """
     fitted = _like if choice is None else partial(_packed, choice=choice)
@@ -147,9 +146,9 @@ def mlp_hooks(
 
 
 def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: bool = False) -> list[FwdHook]:
-    """Return hooks that replace what a part gives by its map `held` of what it reads, live.
+    """Return hooks that replace a part's output by the map `held` of its live input.
 
-    `shape` is the pass's batch and positions; `again` says that the end may fire before the beginning (a norm that the
+    `shape` is the pass's batch and positions; with `again`, the end may fire before the beginning (a norm that the
     embeddings go through too).
     """
     live: dict[int, Tensor] = {}  # by thread
@@ -170,7 +169,7 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: b
         if not fits or batch not in (1, x[..., 0].numel() // pos):
             raise FrozenModelError(_other_shape(ends.into, shape, x.shape))
         prompts = x.reshape(-1, pos, x.shape[-1])
-        if batch == 1:  # prompts are rows of a single one's map
+        if batch == 1:  # prompts become rows of one prompt's map
             prompts = prompts[:, None]
         return on_device(held, x.device)(prompts).reshape(out.shape).to(out)
 
@@ -178,13 +177,13 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: b
 
 
 def _check_fired(name: str, fired: set[str]) -> None:
-    """A point that was recorded may be used up; one that never fired would leave the model silently unfrozen."""
+    """Raise an error if a recorded point never fired, as the model would silently stay unfrozen."""
     if name not in fired:
-        raise FrozenModelError(f"{name} did not fire in this run, so what it feeds cannot be held fixed.")
+        raise FrozenModelError(f"{name} did not fire in this run, so the part that reads it cannot be held fixed.")
 
 
 def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Recognised by `tensorlens_tl.hooks.running`; idle in a run that is to be the model's own."""
+    """Mark a hook for `tensorlens_tl.hooks.running`, and make it idle in `unheld_run`."""
 
     def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
         if is_unheld():
@@ -197,7 +196,7 @@ def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | No
 
 
 def patterns_take_effect(model: Any, inputs: Mapping[str, Any], sites: Sequence[AttentionPoints]) -> list[bool]:
-    """For each attention layer, whether replacing its `hook_pattern` changes `hook_z`: zero patterns give zero z."""
+    """Return for each layer whether replacing its `hook_pattern` changes `hook_z`: zero patterns give zero z."""
     reached = [False] * len(sites)
 
     def watch(layer: int) -> FwdHook:
@@ -217,7 +216,7 @@ def _zeroed(pattern: Tensor, *, hook: Any) -> Tensor:
 
 
 def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -> Tensor:
-    """The captured value on the live tensor's device and dtype; refuses another batch or length."""
+    """Return the captured value on the live tensor's device and dtype; another batch or length raises an error."""
     if live.ndim < value.ndim:  # some bridges flatten batch and position
         batches = 1
         if value.shape[0] == 1:
@@ -232,7 +231,7 @@ def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -
 def _packed(
     value: Float[Tensor, "1 token d"], live: Float[Tensor, "row d"], name: str, choice: Int[Tensor, "token"]
 ) -> Float[Tensor, "row d"]:
-    """What is held of an expert's tokens, in the live order: by choice, and among those by copy of the prompts."""
+    """Return an expert's held values in the live order: by choice, then by copy of the prompts."""
     copies, rest = divmod(len(live), len(choice))
     if rest:
         raise FrozenModelError(_other_shape(name, value.shape[1:], live.shape))

@@ -1,27 +1,27 @@
-"""The names of the hook points a frozen pass reads and writes.
+"""The names of the hook points that a frozen pass reads and writes.
 
-TransformerLens' HookedTransformer-style names resolve on bridges too, with exceptions that were measured:
-a HookedEncoder's block output is `hook_normalized_resid_post` (its `hook_resid_post` is before ln2), and
-`hook_resid_mid` is missing on parallel blocks and means something else on a post-LN Bridge, so it is not
-used. Scales are chosen by place, never by suffix: `attn.q_norm.hook_scale` belongs to the pattern.
+HookedTransformer-style names also resolve on bridges, with measured exceptions: a HookedEncoder's block output is
+`hook_normalized_resid_post` (its `hook_resid_post` is before ln2), and `hook_resid_mid` is missing on parallel blocks
+and means something else on a post-LN Bridge, so it is not used. Scales are chosen by place, never by suffix:
+`attn.q_norm.hook_scale` belongs to the pattern.
 
-Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`` tokens):
+Captured per block and token, as a count of numbers in the model's dtype (``h`` heads, ``n`` tokens):
 
 | what | hook point | size per token |
 | --- | --- | --- |
-| block input | `hook_resid_pre`, of a whitened block `whitening.hook_in` and `whitening.hook_out` | d_model each |
+| block input | `hook_resid_pre`; in a whitened block `whitening.hook_in` and `whitening.hook_out` | d_model each |
 | pattern | `attn.hook_pattern`, or an output of the module (`CallPoint`) | h · n |
 | norm scales | `ln1.hook_scale` and the like | 1 each |
-| pre-activations | `mlp.hook_pre`, gated also `mlp.hook_pre_linear` | d_mlp, gated 2 · d_mlp |
-| what is held as a whole reads | `hook_in` of attention, MLP or norm | d_model each |
-| routing of experts | the arguments they are called with (`CallPoint`) | 2 for each expert chosen |
+| pre-activations | `mlp.hook_pre`; if gated, also `mlp.hook_pre_linear` | d_mlp; if gated, 2 · d_mlp |
+| inputs of parts held as a whole | `hook_in` of attention, MLP or norm | d_model each |
+| routing of experts | the experts' arguments (`CallPoint`) | 2 for each chosen expert |
 
-A part is held from inside where TransformerLens has hook points there that take effect. A mixture of experts, gated or
-latent attention, an MLP with a norm inside, and norms without a scale to be replaced are held as a whole: what such a
-part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its map of that. A HookedTransformer's own
-mixture of experts is held from inside: its routing, and the activation of each expert.
+A part is held from inside if TransformerLens has effective hook points there. A mixture of experts, gated or latent
+attention, an MLP with a norm inside, and norms without a replaceable scale are held as a whole: such a part's input is
+recorded at its `hook_in`, and its `hook_out` is replaced by the map of that input. A HookedTransformer's own mixture of
+experts is held from inside: its routing, and the activation of each expert.
 
-and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
+Captured once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
 """
 
 import inspect
@@ -39,19 +39,19 @@ from tensorlens_tl.models.parameters import NormWeights, innermost
 from tensorlens_tl.models.sublayers import ExpertsWeights, pattern_reader
 
 PATTERN = ".pattern"
-"""What the name of a pattern that no hook point shows ends with."""
+"""The suffix for names of patterns without a hook point."""
 
 
 def first_output(output: Any) -> Any:
-    """What a module gives; of several, the first."""
+    """Return a module's output, or the first of several."""
     return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)
 class CallPoint:
-    """An `argument` of a module's forward, or its ``"output"``, where TransformerLens has no hook point.
+    """An `argument` of a module's forward, or its ``"output"``, in a place where TransformerLens has no hook point.
 
-    An `optional` one may be missing. `read` takes what is seen from the output; by default the first of several.
+    An `optional` one may be missing. `read` selects a tensor from the output, by default the first of several.
     """
 
     module: nn.Module
@@ -62,7 +62,7 @@ class CallPoint:
 
 @dataclass(frozen=True)
 class Ends:
-    """Where a part that is held as a whole begins and ends."""
+    """The input and output points of a part that is held as a whole."""
 
     into: str
     out: str
@@ -79,26 +79,26 @@ class AttentionPoints:
 
 @dataclass(frozen=True)
 class BlockPoints:
-    """The hook-point names of one block; ends are pairs of where a part begins and ends.
+    """The hook-point names of one block; `Ends` are the input and output of a part.
 
     Attributes:
-        resid_pre: what the block reads.
-        whitened: the same after whitening, or after a loop added the embedding; None in other blocks.
-        heads: of attention; None for another mixer. `pattern`, `value` and `z` are its three.
-        scales: of each norm, the point of its scale; of a norm in `norms`, of its input.
-        pre, pre_linear, post: of an MLP frozen from inside, the second if it is gated.
-        attention, mlp: ends, where they are frozen as a whole (other mixers always are).
-        beside: ends of a mixer next to attention.
-        shared: ends of a shared expert next to the experts.
-        per_layer: ends of what a token's input at this layer adds; `per_layer_input` names it in `ModelPoints.calls`.
-        norms: ends of norms.
-        cross: of cross-attention; where one softmax reads both sides, with the values and outputs of `heads`.
-        index, weight: where routing is seen, in `ModelPoints.calls` or at hook points; `index` is None where the
-            weights say it.
+        resid_pre: the block's input.
+        whitened: the same after whitening, or after a loop has added the embedding; None in other blocks.
+        heads: those of attention, including `pattern`, `value` and `z`; None for another mixer.
+        scales: by norm, the point of its scale; for a norm in `norms`, of its input.
+        pre, pre_linear, post: those of an MLP frozen from inside; the second exists if it is gated.
+        attention, mlp: their ends if they are frozen as a whole, as mixers other than attention always are.
+        beside: the ends of a mixer next to attention.
+        shared: the ends of a shared expert next to the experts.
+        per_layer: the ends of a separate input of each token at this layer; `per_layer_input` names that input in
+            `ModelPoints.calls`.
+        norms: the ends of norms.
+        cross: those of cross-attention; if one softmax covers both sides, its values and outputs are those of `heads`.
+        index, weight: the routing, in `ModelPoints.calls` or at hook points; `index` is None if the weights imply it.
         experts: `pre`, `pre_linear` and `post` of each expert of a HookedTransformer.
-        attention_write, mlp_write: what a sublayer gives the block, in some classes after its norm; None if not shown.
-        head_writes: what each head writes, ``hook_result``, which fires only where the model is configured so.
-        call_end: what the block gives, at the end of a call of a looped stack.
+        attention_write, mlp_write: a sublayer's output to the block, in some classes after its norm; None if not shown.
+        head_writes: each head's output, ``hook_result``, which only fires if the model is configured so.
+        call_end: the block's output at the end of a call of a looped stack.
     """
 
     resid_pre: str
@@ -131,22 +131,22 @@ class BlockPoints:
 
     @property
     def value(self) -> str | None:
-        """The point of its values."""
+        """The point of attention's values."""
         return self.heads and self.heads.value
 
     @property
     def z(self) -> str | None:
-        """The point of what its heads give, before the output weights."""
+        """The point of the heads' outputs, before the output weights."""
         return self.heads and self.heads.z
 
     @property
     def merged(self) -> bool:
-        """True if self- and cross-attention give one output together (T5Gemma 2)."""
+        """Whether self- and cross-attention have a joint output (T5Gemma 2)."""
         return self.heads is not None and self.cross is not None and self.heads.z == self.cross.z
 
     @property
     def captured(self) -> list[str]:
-        """What a pass stores of this block."""
+        """The points of this block that a pass stores."""
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         names.append(self.cross and self.cross.pattern)
         names += [ends and ends.into for ends in (self.attention, self.beside, self.mlp, self.shared, self.per_layer)]
@@ -155,7 +155,7 @@ class BlockPoints:
 
     @property
     def proved(self) -> list[str]:
-        """What only the proof of this block compares, and no pass stores: what its sublayers hold and write."""
+        """The points of this block that verification compares but no pass stores: states and outputs of sublayers."""
         names = [self.head_writes, self.attention_write, self.cross and self.cross.z, self.post, self.mlp_write]
         if self.attention is None:
             names.insert(0, self.z)
@@ -164,7 +164,7 @@ class BlockPoints:
 
 @dataclass(frozen=True)
 class ModelPoints:
-    """All hook-point names a frozen pass needs of one model.
+    """All hook-point names that a frozen pass needs from one model.
 
     `output` is after the final norm, or the last block. `routers` are by block; they are read once and not stored.
     """
@@ -184,14 +184,14 @@ class ModelPoints:
 
     @property
     def captured(self) -> list[str]:
-        """Everything a pass stores."""
+        """All points that a pass stores."""
         names: list[str | None] = [name for block in self.blocks for name in block.captured]
         names += [self.encoder_output, self.encoder_scale]
         names += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
         return _given(names)
 
     def writers(self, view: ModelView) -> dict[str, str]:
-        """The block that wrote what each block but the first of a stack reads, by hook point."""
+        """Return the block that wrote each block's input, by hook point, except for the first block of a stack."""
         names = [block.name for block in view.blocks]
         return {
             block.resid_pre: names[number - 1]
@@ -201,13 +201,13 @@ class ModelPoints:
 
     @property
     def proved(self) -> list[str]:
-        """What only the proofs of its blocks compare; a hook point that does not fire is left out."""
+        """The points that verification compares but no pass stores; a hook point that does not fire is skipped."""
         captured = set(self.captured)
         return [name for block in self.blocks for name in block.proved if name not in captured]
 
 
 def model_points(view: ModelView) -> ModelPoints:
-    """Return the hook points of a model; raise `UnsupportedModelError` for one that is missing, or cannot be frozen.
+    """Return the hook points of a model; raise `UnsupportedModelError` if one is missing, or a part cannot be frozen.
 
     >>> from tensorlens_tl.hooks import model_points
     >>> points = model_points(frozen.view)
@@ -236,25 +236,25 @@ def model_points(view: ModelView) -> ModelPoints:
 
 
 def _given(names: Iterable[str | None]) -> list[str]:
-    """Those of some names that are not None, each once."""
+    """Return the names that are not None, each once."""
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def _end(view: ModelView) -> dict[str, Any]:
-    """The points after the last block."""
+    """Return the points after the last block."""
     output_hook = "hook_normalized_resid_post" if view.is_hooked_encoder else "hook_resid_post"
     last = f"{view.blocks[-1].name}.{output_hook}"
     unembed_in: str | None = None
     if view.unembedding is not None:
         unembed_in = "unembed.hook_in" if view.projection is None else "project_out.hook_in"
         if view.is_bridge and view.final_norm is None and view.mlm_head is None:
-            last = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
+            last = unembed_in  # the same tensor; the hook after the block does not fire everywhere (GPT-1)
     if view.blocks[-1].halved:
         last = f"{view.final_norm_name}.hook_in"
     points: dict[str, Any] = {"last_output": last, "output": last, "final_scale": None}
     if view.final_norm is not None:
         norm_out = f"{view.final_norm_name}.hook_out"
-        # where the unembedding reads a scaled output, or one position of it, the norm's output is what is captured
+        # if the unembedding reads a scaled output, or one position of it, capture the norm's output
         reads_one_position = view.class_head is not None and view.class_head.norm is None
         if view.scales_decoder_output or reads_one_position:
             unembed_in = norm_out
@@ -272,15 +272,15 @@ def _end(view: ModelView) -> dict[str, Any]:
 
 
 def _scale_point(name: str, norm: NormWeights) -> str:
-    """The point of a norm's scale, or where that follows from what the norm reads, the point of that."""
+    """Return the point of a norm's scale, or of the norm's input if the scale follows from that."""
     return f"{name}.hook_scale" if norm.epsilon is None else f"{name}.hook_in"
 
 
 def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> BlockPoints:
-    """The hook points of one block; reading a part that cannot be frozen raises an error that names the block."""
+    """Return the hook points of one block; a part that cannot be frozen raises an error that names the block."""
     readers = (_stream_points, _mixer_points, _mlp_points, _norm_points)
     points = {name: point for read in readers for name, point in read(block).items()}
-    if block.per_layer is not None:  # an input of each token at this layer
+    if block.per_layer is not None:  # a separate input of each token at this layer
         points["per_layer"] = Ends(
             f"{block.name}.per_layer_input_gate.hook_in", f"{block.name}.per_layer_projection.hook_out"
         )
@@ -290,7 +290,7 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
         points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
     if block.mlp is not None:
         writes = [f"{block.name}.hook_mlp_out"]
-        if block.parts.shared_name is None:  # else its module gives a part of what is written
+        if block.parts.shared_name is None:  # else its module computes only a part of the output
             writes.append(f"{block.name}.{block.parts.mlp_name}.hook_out")
         points["mlp_write"] = _first_known(known, *writes)
     if getattr(view.cfg, "use_attn_result", False):
@@ -299,7 +299,7 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
 
 
 def _stream_points(block: BlockView) -> dict[str, Any]:
-    """Where the stream enters."""
+    """Return the points where the stream enters."""
     require_one_stream(block)
     if block.reads_embedding:
         return {"resid_pre": START, "whitened": f"{block.name}.hook_resid_pre"}
@@ -312,7 +312,7 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
 
 
 def _mixer_points(block: BlockView) -> dict[str, Any]:
-    """Self-attention, or what the block has instead, and cross-attention."""
+    """Return the points of self-attention or another mixer, and of cross-attention."""
     name = f"{block.name}.{block.parts.mixer_name}"
     if block.parts.is_mlp_alone:
         return {}
@@ -331,7 +331,7 @@ def _mixer_points(block: BlockView) -> dict[str, Any]:
 
 
 def _mlp_points(block: BlockView) -> dict[str, Any]:
-    """An MLP from inside or as a whole, or experts and what stands beside them."""
+    """Return the points of an MLP from inside or as a whole, or of experts and a shared expert."""
     name = f"{block.name}.{block.parts.mlp_name}"
     points: dict[str, Any] = {}
     if block.parts.shared_name is not None:
@@ -355,12 +355,12 @@ def _mlp_points(block: BlockView) -> dict[str, Any]:
 
 
 def _expert_points(name: str) -> BlockPoints:
-    """Inside an expert of a HookedTransformer's mixture; the tokens that are sent to it lie packed there."""
+    """Return the points inside an expert of a HookedTransformer's mixture, where its tokens are packed."""
     return BlockPoints(name, pre=f"{name}.hook_gate", pre_linear=f"{name}.hook_pre", post=f"{name}.hook_post")
 
 
 def _norm_points(block: BlockView) -> dict[str, Any]:
-    """The scales of its norms, and the ends of those that are held as a whole."""
+    """Return the scales of the block's norms, and the ends of those held as a whole."""
     norms = {f"{block.name}.{name}": (name, norm) for name, norm in (block.norms | block.inner_norms).items()}
     if block.end_norm is not None:
         norms[block.end_norm] = norms.pop(f"{block.name}.{END_NORM}")
@@ -380,12 +380,12 @@ def _attention_points(block: BlockView, attention: str) -> AttentionPoints:
 
 
 def _first_known(known: Collection[str], *names: str) -> str | None:
-    """The first of some names that is a hook point."""
+    """Return the first of some names that is a hook point."""
     return next((name for name in names if name in known), None)
 
 
 def _encoder_end(view: ModelView) -> dict[str, Any]:
-    """What an encoder–decoder's encoder ends with."""
+    """Return the points at the end of an encoder–decoder's encoder."""
     if not view.is_encoder_decoder:
         return {}
     norm = view.encoder_norm_name
@@ -405,7 +405,7 @@ def _ends(name: str) -> Ends:
 
 
 def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
-    """Where patterns without a hook point, the routing of experts, and an input of this layer alone are seen."""
+    """Return where patterns without a hook point, expert routing, and per-layer inputs are read."""
     calls: dict[str, CallPoint] = {}
     for site, name in ((points.heads, block.parts.mixer_name), (points.cross, block.parts.cross_name)):
         attention = block.module._modules.get(name)

@@ -1,23 +1,22 @@
-"""Running a model with hooks on it: one thread at a time, everything taken off again, and nobody else's taken for ours.
+"""Running a model with hooks: in one thread at a time, with reliable removal, and telling our hooks from the user's.
 
-Hooks live on the model, so two runs of one model at once would see each other's. Whatever the library runs holds the
-model's lock; its observing hooks ignore runs of other threads, and hooks that hold activations fixed ignore a run that
-is to be the model's own. What a user runs in another thread is outside this lock: use ``frozen.attached()`` there,
-which holds it.
+Hooks live on the model, so two simultaneous runs of one model would see each other's. Every run by the library holds
+the model's lock; observing hooks ignore runs of other threads, and hooks that hold activations fixed ignore runs of the
+original model. A user's run in another thread does not hold this lock: use ``frozen.attached()`` there, which does.
 
-An interrupt (Ctrl-C) can come between any two instructions, also while hooks are put on or taken off. So what takes
-something off is noted before it is put on, does no harm if it is done twice, and is done twice: an interrupt that comes
-during the first time leaves the second. Where even that is cut short, by a second interrupt or between the two, it is
-taken off as the placing is freed; a traceback that somebody keeps holds it, so the next run on the model takes off what
-is left too (`take_off_leftovers`).
+An interrupt (Ctrl-C) can come between any two instructions, even while hooks are installed or removed. Therefore the
+removal of a hook is scheduled before it is installed, is idempotent, and runs twice: an interrupt during the first time
+leaves the second. If even that is cut short, by a second interrupt or one between the two, hooks are removed when the
+placing is freed. A stored traceback keeps the placing alive, so the next run on the model also removes what is left
+(`take_off_leftovers`).
 
 Some hook points fire several times in a forward pass (`tensorlens_tl.models.loops`). TransformerLens calls the hooks of
-such a point again each time it fires, and does not say which time it is. Here a point that fires n times has n names
-besides its own, ``"L_blocks.0@3.hook_in"``, and the hooks at these names are put on it as one, which counts.
+such a point each time, without saying which time it is. Here a point that fires n times has n additional names such as
+``"L_blocks.0@3.hook_in"``, and the hooks at these names are installed as a single hook that counts.
 
-Somebody else's code can act on a run in three ways: a TransformerLens hook at a hook point, one of torch's own hooks on
-any module, or a `forward` that was put in the place of a module's own. All three are found and named here. What the
-libraries that a model is made of do themselves is not somebody else's.
+User code can act on a run in three ways: by a TransformerLens hook at a hook point, by one of torch's own hooks on any
+module, or by a replaced `forward` of a module. All three are detected and named here; hooks of the libraries that a
+model is made of are not counted.
 """
 
 import sys
@@ -41,20 +40,20 @@ from tensorlens_tl.models import HookedModel, call_counts, is_looped
 from tensorlens_tl.models.offload import lock_of as lock_of, whole
 from tensorlens_tl.models.parameters import innermost
 
-# ------------------------------------------------------------------ putting hooks on, and taking them off
+# ------------------------------------------------------------------ installing and removing hooks
 
 TORCH_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 BESIDE_THEM = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-"""Where torch keeps a module's forward hooks by number, and what else it notes about them by the same number."""
+"""The tables in which torch stores a module's forward hooks by number, and their properties by the same number."""
 
 _runs: "WeakKeyDictionary[Any, WeakSet[Placing]]" = WeakKeyDictionary()  # by model; one whose run has ended is gone
 
 EDITED = "A forward hook edited hook_scale/hook_normalized on the native-autograd path"
-"""How a Bridge's norm begins to warn that its scale was edited, and that its output is then computed from it."""
+"""The beginning of a Bridge's warning that a norm's scale was edited and its output is computed from it."""
 
 
 class Placing:
-    """What was put on a model, to be taken off again: in a ``with``, or by `take_off`, twice in a ``finally``."""
+    """Changes of a model that are undone at the end: in a ``with``, or by `take_off`, called twice in a ``finally``."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -74,18 +73,18 @@ class Placing:
         self.take_off()
 
     def take_off(self) -> None:
-        """Take off what is on the model; again, where that was interrupted."""
+        """Undo all changes; call it again in case the first call is interrupted."""
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
         self._hooked.clear()
 
     def then(self, undo: Callable[[], None]) -> None:
-        """Note what undoes a step, before the step; it must do no harm where there is nothing to undo, or twice."""
+        """Schedule the undoing of a step before the step; it must be harmless without the step, or when repeated."""
         self._undo.append(undo)
 
     def at_points(self, model: Any, points: Mapping[str, Any], hooks: Iterable[tuple[Any, Callable[..., Any]]]) -> None:
-        """Put hooks at hook points, by their names or filters of names, as ``run_with_hooks`` does."""
+        """Install hooks at hook points, by name or by a filter of names, as ``run_with_hooks`` does."""
         level = model.context_level + 1
 
         def leave() -> None:
@@ -105,15 +104,14 @@ class Placing:
     def _expecting_edits(self) -> None:
         """Suppress TransformerLens' warning that a norm's scale was edited, which our hooks do on purpose.
 
-        In this thread only: `warnings.catch_warnings` would undo other threads' changes, and repeat every other
-        warning.
+        Only in this thread: `warnings.catch_warnings` would undo other threads' changes, and repeat all other warnings.
         """
         filters: Any = warnings.filters
         ignored: Any = ("ignore", _InThisThread(EDITED), UserWarning, None, 0)
 
         def restore() -> None:
             now: Any = warnings.filters
-            for listed in (filters, now):  # a `catch_warnings` inside has its own list
+            for listed in (filters, now):  # a nested `catch_warnings` has its own list
                 if ignored in listed:
                     listed.remove(ignored)
 
@@ -122,11 +120,11 @@ class Placing:
 
     @property
     def is_whole(self) -> bool:
-        """True if every hook that was put at a hook point is still there: somebody may have called `reset_hooks`."""
+        """Whether every hook that was installed is still there: `reset_hooks` may have been called."""
         return all(any(handle.user_hook is function for handle in point.fwd_hooks) for point, function in self._hooked)
 
     def on_module(self, module: nn.Module, function: Callable[..., Any], *, before: bool = False) -> None:
-        """Put one of torch's forward hooks on a module; `before` it runs, it is given keyword arguments too."""
+        """Install one of torch's forward hooks on a module; a hook `before` the module also gets keyword arguments."""
         self.then(lambda: _off_module(module, lambda hook: hook is function))
         if before:
             module.register_forward_pre_hook(function, with_kwargs=True)
@@ -134,7 +132,7 @@ class Placing:
             module.register_forward_hook(function)
 
     def instead_of(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Put a function in the place of one of a module's own, such as ``"forward"``."""
+        """Replace one of a module's own functions, such as ``"forward"``."""
         attributes = vars(module)
         replaced = attributes.get(name)
 
@@ -149,7 +147,7 @@ class Placing:
 
 
 class _InThisThread:
-    """A beginning of messages of the thread that made this, as a filter of warnings asks for it."""
+    """The beginning of messages from the thread that created it, usable as a filter of warnings."""
 
     def __init__(self, beginning: str) -> None:
         self._beginning = beginning
@@ -162,7 +160,7 @@ class _InThisThread:
 def run_placing(model: Any) -> Placing:
     """Return a placing of one run that the model's next run removes if this one is cut short.
 
-    The caller holds the model's lock, and removes it.
+    The caller holds the model's lock, and undoes the placing.
     """
     take_off_leftovers(model, 2)
     placing = Placing()
@@ -172,7 +170,7 @@ def run_placing(model: Any) -> Placing:
 
 
 def take_off_leftovers(model: Any, depth: int = 1) -> None:
-    """Take off what runs left on a model that are no longer running; whoever calls this holds the model's lock.
+    """Remove what finished runs left on a model; the caller holds the model's lock.
 
     >>> from tensorlens_tl.hooks import take_off_leftovers
     >>> take_off_leftovers(model)
@@ -181,7 +179,7 @@ def take_off_leftovers(model: Any, depth: int = 1) -> None:
     if not runs:
         return
     frame = sys._getframe(depth).f_back
-    running = set[int]()  # by this thread alone, which holds the lock
+    running = set[int]()  # only in this thread, which holds the lock
     while frame is not None:
         running.add(id(frame))
         frame = frame.f_back
@@ -191,7 +189,7 @@ def take_off_leftovers(model: Any, depth: int = 1) -> None:
 
 
 def _off_point(point: Any, function: Callable[..., Any]) -> None:
-    """Take a hook off a hook point, also one that torch knows already and TransformerLens not yet, or no longer."""
+    """Remove a hook from a hook point, even if only torch or only TransformerLens knows it."""
     point.fwd_hooks[:] = [handle for handle in point.fwd_hooks if handle.user_hook is not function]
     _off_module(
         point, lambda hook: any(_content(cell) is function for cell in getattr(hook, "__closure__", None) or ())
@@ -222,7 +220,7 @@ START = "embed.hook_out"
 
 @dataclass(frozen=True, eq=False)
 class NumberedPoint:
-    """What a hook point `at` shows the n-th time, counted from 0; `name` includes the number."""
+    """The n-th firing of the hook point `at`, counted from 0; `name` includes the number."""
 
     name: str
     at: str
@@ -233,7 +231,7 @@ _numbered: "WeakKeyDictionary[Any, dict[int, NumberedPoint]]" = WeakKeyDictionar
 
 
 def numbered(model: Any, points: Mapping[str, Any]) -> dict[str, Any]:
-    """Hook points by name, and those of a loop also by number; names of one point share their numbered points."""
+    """Return hook points by name, in a loop also by number; names of one point share their numbered points."""
     if not is_looped(model):
         return dict(points)
     known = dict(points)
@@ -251,7 +249,7 @@ def numbered(model: Any, points: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """``"L_blocks.0"`` or ``"L_ln_final"``, and the rest of a name."""
+    """Split a name into the block, ``"L_blocks.0"``, or ``"L_ln_final"``, and the rest."""
     parts = name.split(".")
     length = 2 if parts[0].endswith("blocks") else 1
     return ".".join(parts[:length]), ".".join(parts[length:])
@@ -260,7 +258,7 @@ def _split(name: str) -> tuple[str, str]:
 def without_numbers(
     model: Any, points: Mapping[str, Any], hooks: Sequence[tuple[Any, Callable[..., Any]]]
 ) -> list[tuple[Any, Callable[..., Any]]]:
-    """Hooks as TransformerLens takes them: those at numbered points are put together for each point."""
+    """Return hooks as TransformerLens takes them: those at numbered points are combined for each point."""
     if not is_looped(model):
         return list(hooks)
     known = numbered(model, points)
@@ -281,14 +279,14 @@ def without_numbers(
 
 @dataclass(eq=False)
 class _Counting:
-    """The hooks of one point by the number of its firing in this forward pass, counted per thread."""
+    """The hooks of one point by the number of its firing in a forward pass, counted per thread."""
 
     name: str
     hooks: dict[int, list[tuple[NumberedPoint, Callable[..., Any]]]] = field(default_factory=dict)
     times: dict[int, int] = field(default_factory=dict)
 
     def hook(self) -> Callable[..., Any]:
-        """What is called whenever the point fires."""
+        """The hook that is called whenever the point fires."""
 
         def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
             home = threading.get_ident()
@@ -305,7 +303,7 @@ class _Counting:
 
 
 def _restart(counting: Iterable[_Counting]) -> Callable[..., Any]:
-    """A hook that starts to count again."""
+    """Return a hook that restarts the counting."""
     points = list(counting)
 
     def hook(tensor: Tensor, *, hook: Any) -> None:
@@ -316,7 +314,7 @@ def _restart(counting: Iterable[_Counting]) -> Callable[..., Any]:
 
 
 def _marked(hook: Callable[..., Any], holds_fixed: bool) -> Callable[..., Any]:
-    """Recognised by `hooks_on`."""
+    """Mark a hook for `hooks_on`."""
     hook.holds_fixed = holds_fixed  # pyright: ignore[reportFunctionMemberAccess]
     return hook
 
@@ -324,7 +322,7 @@ def _marked(hook: Callable[..., Any], holds_fixed: bool) -> Callable[..., Any]:
 # ------------------------------------------------------------------ runs
 
 FwdHook = tuple[Any, Callable[..., Any]]
-"""A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
+"""A hook point's name (or a filter of names) and a function, as TransformerLens takes them."""
 
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
 _keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by model
@@ -337,13 +335,13 @@ def run(
     hooks: Sequence[FwdHook],
     points: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the model's output with these hooks on; they are removed afterwards, also on an exception.
+    """Run the model with some hooks and return its output; the hooks are removed, also on an exception.
 
     Args:
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
         hooks: names (or filters of names) and functions.
-        points: the model's hook points, if just listed: for a Bridge of 30 layers that takes 5 ms.
+        points: the model's hook points, if just listed: listing those of a Bridge with 30 layers takes 5 ms.
 
     Raises:
         InvalidInputError: inside ``torch.autocast``.
@@ -386,9 +384,9 @@ def run(
 
 @contextmanager
 def hooked(model: HookedModel, hooks: Sequence[FwdHook]) -> Generator[None, None, None]:
-    """Inside, hooks are on the model, as with ``model.hooks``; the caller holds the model's lock.
+    """Install hooks while the context is open, as ``model.hooks`` does; the caller holds the model's lock.
 
-    Raises `FrozenModelError` if they were removed inside.
+    Raises `FrozenModelError` if they were removed meanwhile.
     """
     placing = Placing()
     try:
@@ -404,34 +402,34 @@ def hooked(model: HookedModel, hooks: Sequence[FwdHook]) -> Generator[None, None
 
 
 _TAKEN_OFF = (
-    "hooks of the library were taken off the model during its run, which then computes something else: a hook, or "
-    "another thread, called reset_hooks() or remove_hooks(). Let it take off its own hooks alone "
-    "(`with model.hooks(...)`), or call it before or after."
+    "the library's hooks were removed from the model during a run, so the result would be wrong: a hook, or another "
+    "thread, called reset_hooks() or remove_hooks(). Let it remove only its own hooks (`with model.hooks(...)`), or "
+    "call it before or after the run."
 )
 
 
 def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
-    """A hook at the entry of every block that notes progress, where somebody watches; none where nobody does."""
+    """Return a hook at the entry of every block that reports progress; none if progress is not watched."""
     if not is_watched():
         return []
     return [(lambda name: name.endswith(".hook_resid_pre"), in_this_thread(lambda activation, hook: note()))]
 
 
 def drop_patterns(module: Any) -> None:
-    """Drop the last patterns that a Bridge's joint attention left on itself, or on what is inside."""
+    """Drop the last patterns that a Bridge's joint attention stored on itself or its submodules."""
     for part in module.modules():
         if "_pattern" in vars(part):
             part._pattern = None
 
 
 def _drop(module: Any, args: Any, output: Any) -> None:
-    """Drop the last pattern that a Bridge's joint attention leaves on itself, and nobody reads."""
+    """Drop the last pattern that a Bridge's joint attention stores on itself, which nothing reads."""
     module._pattern = None
 
 
 @contextmanager
 def unheld_run(model: HookedModel) -> Generator[None, None, None]:
-    """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
+    """Run the original model inside: this thread holds its lock, and a frozen pass's hooks do nothing."""
     with listed_once(model):
         take_off_leftovers(model)
         before = _unheld.get()
@@ -447,8 +445,7 @@ def unheld_run(model: HookedModel) -> Generator[None, None, None]:
 
 @contextmanager
 def listed_once(model: HookedModel) -> Generator[None, None, None]:
-    """Inside, this thread holds the model's lock and lists its hook points once: a Bridge puts the list together per
-    call."""
+    """Hold the model's lock and list its hook points once inside: a Bridge rebuilds the list at every call."""
     with lock_of(model):
         before = _known.get()
         try:
@@ -463,7 +460,7 @@ def listed_once(model: HookedModel) -> Generator[None, None, None]:
 
 
 class _Listing:
-    """A model's hook points and modules, each listed when somebody first asks."""
+    """A model's hook points and modules, each listed at first use."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -478,7 +475,7 @@ class _Listing:
 
 
 def hook_points(model: HookedModel) -> dict[str, Any]:
-    """The model's hook points by name."""
+    """Return the model's hook points by name."""
     known = _known.get()
     if known is None or known.model is not model:
         return dict(model.hook_dict)
@@ -486,7 +483,7 @@ def hook_points(model: HookedModel) -> dict[str, Any]:
 
 
 def modules(model: Any) -> list[nn.Module]:
-    """All modules of a model; of a Bridge also those of the model that it wraps."""
+    """Return all modules of a model; for a Bridge also those of the wrapped model."""
     known = _known.get()
     if known is None or known.model is not model:
         return list(whole(model))
@@ -494,12 +491,12 @@ def modules(model: Any) -> list[nn.Module]:
 
 
 def is_unheld() -> bool:
-    """True if this thread is inside `unheld_run`."""
+    """Return whether this thread is inside `unheld_run`."""
     return _unheld.get()
 
 
 def in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does nothing in other threads."""
+    """Return a hook that does nothing in other threads."""
     return partial(_in_thread, threading.get_ident(), function)
 
 
@@ -512,13 +509,13 @@ def _in_thread(home: int, function: Callable[..., Any], tensor: Any, *, hook: An
 # ------------------------------------------------------------------ which hooks are on a model
 
 LIBRARIES = ("transformer_lens.", "transformers.", "accelerate.", "torch.", "tensorlens_tl.whitening.")
-"""Whose functions on a module are part of the model: they prepare its weights, or observe."""
+"""Libraries whose functions on a module are part of the model: they prepare its weights, or observe."""
 
 OURS = "tensorlens_tl."
-"""Whose functions are on a module only while the library runs the model."""
+"""This library, whose functions are on a module only during a run."""
 
 TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps the hooks that torch's `register_…` methods put on it."""
+"""The tables of a module for hooks from torch's `register_…` methods."""
 
 EVERY_MODULE = (
     "_global_forward_hooks",
@@ -526,13 +523,13 @@ EVERY_MODULE = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
 )
-"""Where torch keeps hooks that act on every module there is."""
+"""The tables of torch for hooks on every module."""
 
 
 class PlacedHook(NamedTuple):
     """One hook on a model, at a hook point or a named place of a module.
 
-    `permanent` ones belong to the model; `number` is torch's own, unique in this process.
+    A `permanent` hook belongs to the model; `number` is torch's own, unique in this process.
     """
 
     point: str
@@ -542,17 +539,17 @@ class PlacedHook(NamedTuple):
 
     @property
     def holds_fixed(self) -> bool:
-        """True if it belongs to a frozen pass."""
+        """Whether the hook belongs to a frozen pass."""
         return getattr(self.function, "holds_fixed", False)
 
 
 def hooks_on(model: Any) -> list[PlacedHook]:
-    """Return every hook on a model, at one name of its point or module; a Bridge of 4.x has a few permanent ones."""
+    """Return every hook on a model, with one name of its point or module; a 4.x Bridge has a few permanent ones."""
     return [*_at_points(model), *_on_modules(model)]
 
 
 def is_attached(model: Any) -> bool:
-    """True if hooks of a frozen pass are on the model.
+    """Return whether hooks of a frozen pass are on the model.
 
     >>> from tensorlens_tl.hooks import is_attached
     >>> with frozen.attached():
@@ -565,13 +562,12 @@ def is_attached(model: Any) -> bool:
 
 
 def refuse_attached(model: Any) -> None:
-    """Raise `FrozenModelError` if a frozen pass's hooks are on the model; waits for another thread's run or attached
-    pass."""
+    """Raise `FrozenModelError` if a frozen pass is attached to the model; waits for runs in other threads."""
     with lock_of(model):
         take_off_leftovers(model)
         attached = is_attached(model)
     if attached:
-        raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
+        raise FrozenModelError("a frozen pass is attached to this model; exit its `with frozen.attached():` first.")
 
 
 def foreign_hooks(model: Any) -> list[PlacedHook]:
@@ -590,9 +586,9 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
 
 
 def unembeds_by_libraries(model: Any) -> bool:
-    """True if all classes that compute logits (model, wrapped model, unembedding) are the libraries' own.
+    """Return whether all classes that compute logits (model, wrapped model, unembedding) belong to the libraries.
 
-    The logits of one position then depend on no other.
+    Each position's logits then depend only on that position's stream.
     """
     unembed = getattr(model, "unembed", nn.Identity())
     parts = [model, getattr(model, "original_model", model), *unembed.modules(), *innermost(unembed).modules()]
@@ -611,7 +607,7 @@ def other_hooks(model: Any) -> list[str]:
 
 
 def with_other_names(model: Any, names: Sequence[str]) -> list[str]:
-    """Names of hook points and modules, a hook point's other names beside the first: a Bridge's have several.
+    """Return names of hook points and modules, with a hook point's other names in parentheses: a Bridge's have several.
 
     >>> from tensorlens_tl.hooks import with_other_names
     >>> bridge = tlens.testing.tiny_model("bridge/gpt2")
@@ -627,14 +623,14 @@ def with_other_names(model: Any, names: Sequence[str]) -> list[str]:
 
 
 def hook_numbers(model: Any) -> frozenset[int]:
-    """What tells the `foreign_hooks` of now from those of another time."""
+    """Return the numbers of the current `foreign_hooks`, which change when hooks are added or removed."""
     return frozenset(hook.number for hook in foreign_hooks(model))
 
 
 def _at_points(model: Any) -> Iterator[PlacedHook]:
-    """Return what TransformerLens put at hook points.
+    """Return the hooks at TransformerLens hook points.
 
-    Most models have nothing there, as their modules show: a Bridge of 3.9 takes much longer to list hook points.
+    First checks whether any module has hooks, as most have none: listing the hook points of a 3.9 Bridge is slow.
     """
     if not any(vars(module).get("fwd_hooks") or vars(module).get("bwd_hooks") for module in modules(model)):
         return
@@ -646,8 +642,7 @@ def _at_points(model: Any) -> Iterator[PlacedHook]:
 
 
 def _on_modules(model: Any, *, foreign: bool = False) -> Iterator[PlacedHook]:
-    """Return torch's own hooks and replaced `forward`s; `foreign`: without the libraries' and ours, a dozen per
-    Bridge block."""
+    """Return torch's hooks and replaced `forward`s; `foreign` excludes those of libraries, a dozen per Bridge block."""
     names: dict[int, str] = {}
     for module, function, number, what in _registered(model):
         permanent = _is_of_libraries(function)
@@ -663,21 +658,21 @@ def _on_modules(model: Any, *, foreign: bool = False) -> Iterator[PlacedHook]:
 
 
 def _registered(model: Any) -> Iterator[tuple[nn.Module, Any, int, str]]:
-    """Each module with a function on it, torch's number of it, and what it is."""
+    """Return each module that has a function on it, the function, torch's number of it, and its kind."""
     for module in modules(model):
         attributes = vars(module)
         for table in TABLES:
             for number, function in attributes[table].items():
-                if not _module_of(function).startswith("transformer_lens."):  # what is at a hook point is listed there
+                if not _module_of(function).startswith("transformer_lens."):  # hooks at hook points are listed there
                     yield module, function, number, "torch hook"
         if "forward" in attributes:
             yield module, attributes["forward"], id(attributes["forward"]), "forward replaced"
 
 
 def _names(model: Any) -> dict[int, str]:
-    """Every module's name in a model, by the shortest way to it."""
+    """Return every module's shortest name in a model."""
     names: dict[int, str] = {}
-    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree omits some of its modules
     ways = {"": model} if inner is None else {"": model, "original_model.": inner}
     for prefix, tree in ways.items():
         shortest: dict[int, str] = {}
@@ -693,7 +688,7 @@ def _is_of_libraries(function: Any) -> bool:
 
 
 def _module_of(function: Any) -> str:
-    """The name of the module that a function was written in."""
+    """Return the name of the module in which a function was defined."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)

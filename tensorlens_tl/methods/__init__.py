@@ -1,22 +1,22 @@
 """Attribution methods, one file each; importing this package registers them.
 
-A method is a function of a frozen pass with its options as keywords, beside its name for `attribute`:
+A method is a function of a frozen pass with its options as keywords, and has a name for `attribute`:
 
     >>> tlens.methods.globenc(frozen, normalize=True, query=-1)
     Attribution('globenc', batch=1, query=1, key=7)
 
-Methods describe what is their own. What they share:
+Methods document only their own options. What they share:
 
 * `frozen` is the pass, or for some methods the difference of two.
 * `query` chooses positions, ``"all"`` or -1 for the last real token; see `tensorlens_tl.passes.inputs.query_positions`.
 * `target` and `minus` are a token, and one to subtract: one for all, one per prompt, or one per query
   (``[batch][query]``).
-* `memory` is what may be allocated at once, as ``"512MB"`` or bytes.
-* They return scores `[batch, query, key]`, each layer's map in `layers` where there is one, and where a logit is
-  explained its total, bias and gap `[batch, query]`.
+* `memory` is how much may be allocated at once, as ``"512MB"`` or bytes.
+* They return scores `[batch, query, key]`, each layer's map in `layers` if there is one, and for an explained logit its
+  total, bias and gap `[batch, query]`.
 * `InvalidInputError` is raised for an unknown option, several or no tokens as target, or a query out of range;
-  `UnsupportedModelError` where a model lacks what the method needs (`docs/support.md`); `FrozenModelError`, by methods
-  that run the model again, if it is no longer that of the pass or a frozen pass is attached to it; and
+  `UnsupportedModelError` if a model lacks what the method needs (`docs/support.md`); `FrozenModelError`, by methods
+  that run the model again, if it no longer reproduces the pass or a frozen pass is attached to it; and
   `NumericalError` if gradients are not finite, as with padding on the left in some models.
 """
 

@@ -7,9 +7,9 @@ Pre-LN blocks (as in the code of ALTI+) and parallel ones (ours): no norm around
 original adds 1e-6 to every component inside its distance, an error of about 1e-5; here the formula is exact.
 
 Encoder–decoders (ALTI+, Ferrando et al. 2022, "Towards opening the black box of neural machine translation"): after a
-decoder block's self-attention, whose C is as above, cross-attention has a sum of its own, of the encoder's tokens and
-the stream x_i; its row is [C_ij of the encoder's tokens, C_i of the stream]. A block's map is the product of the two:
-what the stream has of the cross-attention's sum goes to the decoder's tokens by the C of self-attention.
+decoder block's self-attention, whose C is as above, cross-attention is a second sum, of the encoder's tokens and the
+stream x_i; its row is [C_ij of the encoder's tokens, C_i of the stream]. A block's map is the product of the two: the
+stream's share of the cross-attention sum is distributed over the decoder's tokens by self-attention's C.
 """
 
 from functools import partial
@@ -36,23 +36,23 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
 Distance = Literal["l1", "l2"]
-"""How far a vector is from a layer's output."""
+"""The norm that measures how far a vector is from a layer's output."""
 
 
 @register_layer_map("alti", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def alti_map(frozen: FrozenPass, distance: Distance = "l1") -> Maps:
-    """C_ij of every layer."""
+    """Return C_ij of every layer."""
     return torch.stack([product(maps) for maps in alti_by_attention(frozen, distance)])
 
 
 def alti_by_attention(frozen: FrozenPass, distance: Distance = "l1") -> list[MapsOfAttentions]:
-    """C_ij of every layer's attentions: one, and in a decoder block cross-attention after self-attention."""
+    """Return C_ij of every layer's attentions: one, or in a decoder block self-attention and then cross-attention."""
     order = {"l1": 1, "l2": 2}[distance]
     return by_attention(frozen, partial(_contributions, order=order))
 
 
 def _contributions(layer: LocalLayer, order: int) -> Float[Tensor, "batch query column"]:
-    """C_ij of one attention, with the stream's part."""
+    """Return C_ij of one attention, with the stream's part."""
     outer = layer.norms(layer.attn.outer)
     y = layer.attended()
     length = y.norm(p=order, dim=-1)
@@ -69,7 +69,7 @@ def _contributions(layer: LocalLayer, order: int) -> Float[Tensor, "batch query 
 @register_method("alti", needs=("head_vectors", "unwhitened"))
 @checked_arguments
 def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all") -> Attribution:
-    """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
+    """Score how much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
 
     Rows are distributions: they sum to 1. `distance` is ``"l1"`` or ``"l2"``.
 

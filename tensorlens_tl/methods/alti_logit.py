@@ -1,20 +1,20 @@
 """ALTI-Logit: Ferrando, Gállego, Tsiamas & Costa-jussà 2023.
 
 With g the target's direction, pulled back along the residual stream to where layer l's attention writes (through the
-final norm; in a post-LN model also through the norms on the way), what source token k of layer l adds to the logit of
-position i goes on to the input tokens j by ALTI's rollout of the layers before:
+final norm; in a post-LN model also through the norms on the way), the contribution of source token k in layer l to the
+logit at position i is passed on to the input tokens j by ALTI's rollout of the earlier layers:
 
     Δ^l_ik = Σ_h A^h_ik ⟨u_k^h, g_i⟩,   r_j = Σ_l Σ_k Δ^l_ik · R^{l−1}_kj,   R^l = C^l R^{l−1},   R^0 = 1
 
-Rows of R sum to 1, so that the scores of each layer sum to what its attention adds to the logit. As in the original,
-what embeddings, MLPs and biases add (``logit_attribution`` has it by component) belongs to no token. With
-``updates="all"`` (ours) the embedding's part belongs to the query's token, and an MLP's continues from where the MLP
-reads: by R^l behind attention, in a parallel block by R^{l−1}. A position that no vector brings nearer, which has an
-empty row in ALTI, passes on to itself (ours).
+Rows of R sum to 1, so the scores of each layer sum to what its attention adds to the logit. As in the original, the
+contributions of embeddings, MLPs and biases (``logit_attribution`` has them by component) belong to no token. With
+``updates="all"`` (ours) the embedding's contribution belongs to the query's token, and an MLP's continues from where
+the MLP reads: by R^l after attention, in a parallel block by R^{l−1}. A position that no vector brings nearer, with an
+empty row in ALTI, is passed on to itself (ours).
 
-Of an encoder–decoder, what cross-attention adds goes on through the encoder by ALTI+'s rollout (ours): k is a token of
-the encoder, and R is taken before cross-attention, where the encoder's rows are complete. Attention of the encoder adds
-nothing to the logit directly.
+In an encoder–decoder, cross-attention's contribution continues through the encoder by ALTI+'s rollout (ours): k is a
+token of the encoder, and R is taken before cross-attention, where the encoder's rows are complete. Attention of the
+encoder adds nothing to the logit directly.
 """
 
 from typing import Literal
@@ -47,14 +47,14 @@ def alti_logit(
     distance: Distance = "l1",
     query: Query = -1,
 ) -> Attribution:
-    """What each layer's attention adds to a logit, by source token, through ALTI's rollout (Ferrando 2023).
+    """Score what each layer's attention adds to a logit, by source token, through ALTI's rollout (Ferrando 2023).
 
     Scores and bias sum to the logit. `layers` holds each layer's part of the scores.
 
     Args:
-        updates: ``"attention"`` gives tokens what attention adds, as in the paper; the rest is bias. ``"all"`` gives
-            them what the embeddings and MLPs add as well; bias is what biases add.
-        distance: of ALTI, ``"l1"`` or ``"l2"``.
+        updates: ``"attention"`` attributes what attention adds to tokens, as in the paper; the rest is bias. ``"all"``
+            also attributes what the embeddings and MLPs add; then only what biases add is bias.
+        distance: ALTI's distance, ``"l1"`` or ``"l2"``.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens, is whitened, or `alti` is not defined for it.
@@ -93,8 +93,8 @@ def alti_logit(
 
 
 def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos key"]:
-    """R before the first attention, and after each: of a decoder block there are two."""
-    maps = normalize_rows(upcast(maps))  # again: in half precision they have not summed to 1 exactly
+    """Return R before the first attention, and after each; a decoder block has two."""
+    maps = normalize_rows(upcast(maps))  # again: in half precision they do not sum to 1 exactly
     identity = torch.diag_embed(frozen.mask.to(maps.dtype))
     rollouts = [identity]
     for rows in torch.where((maps.sum(-1) == 0)[..., None], identity, maps):
@@ -105,8 +105,8 @@ def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos 
 class _Updates:
     """What every part of the stream adds to the logits of some queries, at the positions where it is added.
 
-    One row has the vectors of several queries at positions of their own: nothing on the direct way mixes positions, but
-    for a head that reads several positions, which allows a single query.
+    One row has the vectors of several queries at different positions, as nothing on the direct path mixes positions;
+    with a head that reads several positions, a row has a single query.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class _Updates:
 
     @property
     def embedding(self) -> Float[Tensor, "row batch pos"]:
-        """What the stream begins with."""
+        """The contribution of the stream's beginning."""
         return _dot(self.pulled.stream[0], self.stream.x[0])
 
     def parts(
         self, rollouts: Float[Tensor, "depth batch pos key"], *, everything: bool
     ) -> tuple[list[Float[Tensor, "batch query key"]], Float[Tensor, "row batch pos"]]:
-        """Return each layer's part of the scores, what biases add, and the MLPs that are not among the scores.
+        """Return each layer's part of the scores, and what biases (and MLPs that are not among the scores) add.
 
         `rollouts` are ALTI's before the first attention and after each; `everything` counts MLPs among the scores.
         """
@@ -144,7 +144,7 @@ class _Updates:
         scores = [zero for _ in stream.layers]
         depth = 0
         for number, step in enumerate(stream.steps):
-            reach = rollouts[depth]  # of the stream that the step reads
+            reach = rollouts[depth]  # for the stream that the step reads
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 cotangent = sublayer.write.pull(pulled.sums[number])
                 if sublayer.is_attention:
@@ -159,7 +159,7 @@ class _Updates:
         return scores, rest
 
     def at_queries(self, values: Float[Tensor, "row batch pos last"]) -> Float[Tensor, "batch query last"]:
-        """What belongs to each query, of values by row and position."""
+        """Select each query's values from values by row and position."""
         if self.mixes:
             return values.sum(2).transpose(0, 1)
         return values[self.row, self.prompt, self.positions]

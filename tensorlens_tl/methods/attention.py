@@ -14,7 +14,7 @@ from tensorlens_tl.results import AXES, Attribution
 
 @register_layer_map("attention", holds_residual=False, needs=("patterns",), both_stacks=True)
 def attention_map(frozen: FrozenPass) -> Maps:
-    """The pattern, averaged over heads."""
+    """Return the pattern, averaged over heads."""
     return side_by_side(frozen, lambda layer: layer.pattern.mean(1) * layer.pairs)
 
 
@@ -23,9 +23,9 @@ def attention_map(frozen: FrozenPass) -> Maps:
 def attention(
     frozen: FrozenPass, *, head_reduction: Literal["mean", "max"] | None = "mean", query: Query = "all"
 ) -> Attribution:
-    """The attention pattern itself, averaged over layers; per layer and head in `layers`.
+    """Return the attention pattern itself, averaged over layers; per layer and head in `layers`.
 
-    A token of an encoder–decoder's decoder has two patterns, cross-attention's and its own side's: its row sums to 2.
+    A decoder token of an encoder–decoder has two patterns, of self- and of cross-attention: its row sums to 2.
 
     Args:
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).

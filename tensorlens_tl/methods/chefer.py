@@ -1,9 +1,9 @@
 """Chefer et al. 2021: relevance through attention patterns, weighted by their gradients.
 
     Ā = E_h[(∇A^h ⊙ A^h)⁺]   of each layer, ∇A the gradient of the target's logit by the live pattern
-    R = (I + Ā_L) ⋯ (I + Ā_1),   of which a query's scores are its own row
+    R = (I + Ā_L) ⋯ (I + Ā_1);   a query's scores are its row of R
 
-Every query has gradients of its own; one run of the prompts serves all of them, as rows of a batched backward pass.
+Every query has its own gradients; one run of the prompts serves all of them, as rows of a batched backward pass.
 The gradient by a pattern is taken where the heads' mixed values z = A·v leave attention, as ``∂logit/∂z_i · v_j``: on
 some models `attn.hook_pattern` only observes. Nothing is frozen: gradients are those of the live model.
 
@@ -13,7 +13,7 @@ encoder-decoder transformers"), i the encoder's tokens and q the decoder's:
     self-attention    R^ii ← R^ii + Ā·R^ii,   R^qq ← R^qq + Ā·R^qq,   R^qi ← R^qi + Ā·R^qi
     cross-attention   R^qi ← R^qi + (R̄^qq)ᵀ·Ā·R̄^ii,   R̄ = I + rows of (R − I) divided by their sums
 
-in the order of the blocks; a query's scores are its own row of [R^qi, R^qq].
+in the order of the blocks; a query's scores are its row of [R^qi, R^qq].
 """
 
 from typing import Any
@@ -47,10 +47,10 @@ def chefer(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """R ← R + E_h[(∇A ⊙ A)⁺]·R over self-attention layers, ∇A of the target's logit (Chefer 2021).
+    """Accumulate R ← R + E_h[(∇A ⊙ A)⁺]·R over self-attention layers, ∇A of the target's logit (Chefer 2021).
 
-    Scores are never negative, and a query has at least 1 from itself. An encoder–decoder has the rules of the second
-    paper, for cross-attention too. The live model is run again.
+    Scores are never negative, and a query has at least 1 from itself. An encoder–decoder follows the rules of the
+    second paper, with cross-attention. The live model is run again.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens, has a layer without softmax attention or with a gate or a
@@ -67,10 +67,10 @@ def chefer(
     # autograd keeps every layer's activations
     per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
     hooks = [hook for site in sites for hook in site.hooks()]
-    # what autograd keeps must not have been made in somebody's inference mode
+    # autograd cannot store tensors that were created in a caller's inference mode
     with saved_by_name(frozen.model), torch.inference_mode(False), torch.enable_grad():
         _, numbers = live_logits.graph(x, hooks)
-        outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
+        outputs = [site.output for site in sites if site.output is not None]  # each has been seen, as in the pass
         relevances = [
             _relevance(frozen, sites, gradients, live_logits.positions[:, rows])
             for rows, gradients in live_logits.gradients(numbers, outputs, per_query, memory)
@@ -92,8 +92,7 @@ def _relevance(
     gradients: list[Float[Tensor, "query batch _side *width"] | None],
     positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query key"]:
-    """Return the rows of R of some queries, from their own gradients; an encoder–decoder's by both attentions'
-    rules."""
+    """Return the rows of R of some queries from their own gradients, with cross-attention in an encoder–decoder."""
     x = upcast(frozen.resid_pre(0))
     by_site = list(zip(sites, gradients, strict=True))
     if frozen.sides is None:
@@ -115,13 +114,13 @@ def _relevance(
 
 
 def _normalized(relevance: Float[Tensor, "batch query pos pos"]) -> Float[Tensor, "batch query pos pos"]:
-    """R̄ of one side's own tokens; a row with nothing beside its 1 stays as it is."""
+    """Return R̄ of one side's own tokens; a row with nothing beyond its 1 is unchanged."""
     identity = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
     return identity + normalize_rows(relevance - identity)
 
 
 class _Site:
-    """One attention, where the logits are differentiated.
+    """One attention, at whose output the logits are differentiated.
 
     `output` is the last run's: the heads' mixed values, or the output of attention that is frozen as a whole.
     """
@@ -150,11 +149,11 @@ class _Site:
             self.factor = block.branch_factor
 
     def hooks(self) -> list[FwdHook]:
-        """Hooks that record the output, and the values of source tokens."""
+        """Return hooks that record the output, and the values of source tokens."""
 
         def see(output: Tensor, *, hook: Any) -> Tensor:
             self.output = output
-            return output  # a Bridge shows a reshaped copy, which the model goes on with only if it is handed back
+            return output  # a Bridge shows a reshaped copy, which the model only uses if the hook returns it
 
         def record(values: Tensor, *, hook: Any) -> None:
             self.values = values.detach()
@@ -167,15 +166,15 @@ class _Site:
     def weighted(
         self, by_output: Float[Tensor, "copy batch pos *width"] | None
     ) -> Float[Tensor, "batch copy query key"]:
-        """E_h[(∇A ⊙ A)⁺] from the gradient by the output, at pairs of real tokens."""
+        """Return E_h[(∇A ⊙ A)⁺] from the gradient by the output, at pairs of real tokens."""
         assert self.values is not None
         if by_output is None:
             raise UnsupportedModelError(
-                f"chefer: the logits of this {self.frozen.view.description} have no gradient at {self.name}: attention "
-                "goes another way there."
+                f"chefer: the logits of this {self.frozen.view.description} have no gradient at {self.name}: its "
+                "attention does not pass through that hook point."
             )
         gradient = by_output.transpose(0, 1).to(self.frozen.mask.device)
-        if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
+        if self.out is not None:  # the weights include the factor by which the block multiplies its branches
             gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
         number = self.layer.layer
         if self.layer.is_cross:
@@ -185,7 +184,7 @@ class _Site:
             shown_pattern = self.frozen.pattern(number)
         A = pattern.to(upcast(gradient))
         batch, heads = A.shape[:2]
-        shown = shown_pattern.shape[1]  # fewer where heads belong to experts: those of a token
+        shown = shown_pattern.shape[1]  # fewer where heads belong to experts: only those of a token
         v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
         by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)
         kv_heads = v.shape[-1] // by_z.shape[-1]

@@ -1,4 +1,4 @@
-"""What feed-forward layers do to contextualisation: the analyses of Kobayashi et al. 2024, over the maps of `ff-ig`."""
+"""Analyses of how feed-forward layers change contextualisation (Kobayashi et al. 2024), over the maps of `ff-ig`."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ def context_change(
     without_low_gain: Annotated[int | float, SHARE] = 0.0,
     as_printed: bool = False,
 ) -> Float[Tensor, "layer batch"]:
-    """1 − ρ (Spearman) between two scopes' maps over each prompt's pairs: how much the steps between reorder them.
+    """Compute 1 − ρ (Spearman) between two scopes' maps: how much the steps in between reorder each prompt's pairs.
 
     Args:
         before, after: scopes of the `ff-ig` method, such as ``"atb"`` and ``"atb_ff"``.
@@ -35,7 +35,7 @@ def context_change(
         as_printed: see the `ff-ig` method.
 
     Returns:
-        A number between 0 and 2 for each layer and prompt; 0 where the order of the pairs is the same.
+        A number between 0 and 2 for each layer and prompt; 0 if the order of the pairs is the same.
 
     Raises:
         InvalidInputError: a scope this model does not have, or a share outside [0, 1).
@@ -60,7 +60,7 @@ def context_change(
 def ff_amp(
     frozen: FrozenPass, before: Scope, after: Scope, *, as_printed: bool = False
 ) -> Float[Tensor, "layer batch query key"]:
-    """Two scopes' maps, each divided by its column sums, subtracted: which pairs the steps between amplify.
+    """Divide two scopes' maps by their column sums and subtract them: which pairs the steps in between amplify.
 
     Columns of the result sum to 0. Arguments and errors are those of `context_change`.
 
@@ -76,9 +76,9 @@ def ff_amp(
 def top_pairs(
     frozen: FrozenPass, amp: Float[Tensor, "layer batch query key"], k: int = 10, *, batch: int = 0
 ) -> list[Entry]:
-    """The k most amplified pairs of one prompt, largest first: entries named by layer, query token and source token.
+    """Return the k most amplified pairs of one prompt, largest first, named by layer, query token and source token.
 
-    `amp` is what `ff_amp` returns. An entry's position is the pair of query and key.
+    `amp` is the result of `ff_amp`. An entry's position is the pair of query and key.
 
     Raises:
         InvalidInputError: k below 1, or no such prompt.
@@ -102,7 +102,7 @@ def top_pairs(
 
 
 def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
-    """‖FF output‖ / ‖bypass‖: the feed-forward layer's output next to the stream it is added to, biases included.
+    """Compute ‖FF output‖ / ‖bypass‖: the feed-forward layer's output relative to the stream, biases included.
 
     >>> tlens.contextualisation.ff_against_bypass(frozen).shape
     torch.Size([4, 1, 7])
@@ -112,7 +112,7 @@ def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
-    """Correlation over channels of the next norm's gain γ with the mean |FF output|.
+    """Correlate the next norm's gain γ with the mean |FF output| over channels.
 
     Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN without such a gain.
 
@@ -132,8 +132,8 @@ def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
 
 
 def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
-    """Per layer: the stream that bypasses the feed-forward layer, and what that layer adds to it."""
-    ff_scope(frozen, None)  # refuses blocks whose MLP does not read attention
+    """Return, per layer, the stream that bypasses the feed-forward layer, and what that layer adds to it."""
+    ff_scope(frozen, None)  # rejects blocks whose MLP does not read attention
     parts = []
     for local in locals_of(frozen):
         mlp = local.mlp_write
@@ -144,7 +144,7 @@ def _ff_parts(frozen: FrozenPass) -> list[tuple[Tensor, Tensor]]:
 
 
 def _live(frozen: FrozenPass) -> Tensor:
-    """`[batch, query, key]`: pairs of real tokens in which the source can reach the query."""
+    """Return pairs `[batch, query, key]` of real tokens in which the source can reach the query."""
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None, :]
     if frozen.causal:
         return pairs.tril()

@@ -1,14 +1,15 @@
 """DecompX: Modarressi et al. 2023.
 
-Every source token's vector goes through the whole model, and every bias is given to the source tokens where it is added
-(`tensorlens_tl.algebra.bias_spreading`). As in the original, b_V travels with the sources in the first layer, where
-they are still apart, and is bias in later ones. Vectors sum to the model's own output, except with ``bias="none"``.
+Every source token's vector passes through the whole model, and every bias is distributed over the source tokens where
+it is added (`tensorlens_tl.algebra.bias_spreading`). As in the original, b_V travels with the sources in the first
+layer, where they are still separate, and is bias in later ones. Vectors sum to the model's own output, except with
+``bias="none"``.
 
 Outside post-LN (ours): biases inside a branch are spread there, attention's after the residual connection, whatever the
 layout; the final norm's shift and, for a target, the prediction head's biases are spread too. A source token that
-cannot reach a query (causal, padding) gets no share. On a whitened model the sources are not apart in the first layer
-either: whitening has passed them on between positions, so b_V is bias there too; as it is, for simplicity, in every
-layer of an encoder–decoder, whose sources are the tokens of both sides.
+cannot reach a query (causal, padding) gets no share. In a whitened model, whitening mixes the sources before the first
+layer, so b_V is bias there too; for simplicity it also is in every layer of an encoder–decoder, whose sources are the
+tokens of both sides.
 """
 
 from collections.abc import Mapping
@@ -60,24 +61,25 @@ def decompx(
     query: Query = "all",
     memory: Memory = None,
 ) -> Attribution:
-    """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
+    """Push source vectors through the whole model, spreading biases over them stage by stage (Modarressi 2023).
 
     Args:
         bias: `"absdot"`, `"norm"`, `"equal"`, `"abssim"`, `"dot"`, `"cls"`, `"token"` (an extra source, last on the key
             axis) or `"none"`.
-        rule: `"frozen"` (φ(z)/z, zero origin) or `"frozen-tangent"` (linear approximation, its rest spread as a bias).
+        rule: `"frozen"` (φ(z)/z, zero origin) or `"frozen-tangent"` (linear approximation, its remainder spread as a
+            bias).
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
-            query, key, d_model). None is `"target"` where one is given, else `"norm"`.
-        target, minus: of ``aggregate="target"``. Then pass ``query=-1`` for an encoder–decoder, whose encoder predicts
+            query, key, d_model). None is `"target"` if a target is given, else `"norm"`.
+        target, minus: for ``aggregate="target"``. Then pass ``query=-1`` for an encoder–decoder, whose encoder predicts
             nothing.
-        memory: includes a vector for every source token at every position (in causal models up to the last query),
+        memory: must hold a vector for every source token at every position (in causal models up to the last query),
             twice with parallel blocks.
 
     Raises:
-        InvalidInputError: also a target that is missing, or belongs to another aggregate.
-        UnsupportedModelError: a target, and the model predicts no tokens; a block that takes keys and values of
+        InvalidInputError: also a target that is missing, or given with another aggregate.
+        UnsupportedModelError: a target where the model predicts no tokens; a block that uses keys and values of
             another.
-        SizeError: the vectors need more than `memory`; says how much.
+        SizeError: the vectors need more than `memory`; the error says how much.
 
     >>> result = tlens.methods.decompx(frozen, target=" value", query=-1)
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
@@ -118,7 +120,7 @@ def decompx(
 
 
 def _with_bias_token(frozen: FrozenPass) -> dict[str, Any]:
-    """The fields of a result whose last source is the biases."""
+    """Return the fields of a result whose last source is the biases."""
     prompt = frozen.prompt
     return {
         "tokens": [[*row, "[bias]"] for row in frozen.str_tokens],
@@ -137,7 +139,7 @@ def _vectors_at(
     through_head: bool = False,
     memory: Memory = None,
 ) -> Tensor:
-    """Source vectors at some positions, `[key, batch, query, d_model]`; nothing that cannot reach them is carried."""
+    """Return source vectors `[key, batch, query, d_model]` at some positions, ignoring what cannot reach them."""
     length = frozen.tokens.shape[1]
     end = length
     if positions is not None and frozen.causal:
@@ -157,7 +159,7 @@ def _vectors_at(
 
 
 def _sources(length: int, bias: BiasRule) -> int:
-    """How many sources there are: one for each token, and for the rule ``"token"`` one for all biases."""
+    """Return the number of sources: one for each token, and for the rule ``"token"`` one for all biases."""
     return length + 1 if bias == "token" else length
 
 
@@ -173,8 +175,8 @@ def source_to_output(
 ) -> Tensor:
     """Return source vectors `[key, batch, query, d_model]` at the model's output, or after the first `layers` blocks.
 
-    `through_head` includes a masked language model's prediction head; ``bias="token"`` adds one key; else see
-    `decompx`.
+    `through_head` includes a masked language model's prediction head; ``bias="token"`` adds one key. For the other
+    options see `decompx`.
     """
     spreading = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + max(block.widest for block in frozen.view.blocks)
@@ -208,7 +210,7 @@ def source_to_output(
 
 
 def _first_attention(frozen: FrozenPass, spread: Spread, rule: DecompRule, width: int) -> Tensor:
-    """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
+    """Apply the first attention, where sources are still separate: u_j by head with b_V, not one push per source."""
     local = LocalLayer(frozen, 0)
     extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
@@ -231,7 +233,7 @@ def _first_attention(frozen: FrozenPass, spread: Spread, rule: DecompRule, width
 
 
 def _budget(frozen: FrozenPass, bias: BiasRule, width: int, memory: Memory) -> int:
-    """What a chunk may take besides the vectors themselves."""
+    """Return how much a chunk may allocate besides the vectors themselves."""
     if memory is None:
         return CHUNK_BUDGET
     x = frozen.resid_pre(0)
@@ -256,7 +258,7 @@ def _stages(block: AffineMap) -> list[AffineMap]:
 def _reach(frozen: FrozenPass) -> Tensor:
     """Return `[key, batch, query]`: both real, and in a causal model the key not after the query.
 
-    In an encoder–decoder nothing reaches the encoder from the decoder, whose positions are causal if the model is.
+    In an encoder–decoder, no decoder token reaches the encoder; the decoder's positions are causal if the model is.
     """
     mask = frozen.mask
     reach = mask.T[:, :, None] & mask[None]

@@ -1,11 +1,11 @@
-"""What the prediction loses against a baseline, as an exact sum over the prompt's tokens: nothing is held.
+"""Attribute the change of a prediction against a baseline exactly to the prompt's tokens, with nothing frozen.
 
     logit(prompt) − logit(baseline) = Σ_j ⟨gradient of the secants at token j, x_j − x'_j⟩
 
 The two runs' difference is a linear map of the difference of their embeddings (`tensorlens_tl.passes.difference`):
-attention choice, activations and norm scales respond, each by its exact secant, and one pull gives every token's part.
-It is DeepLIFT (Shrikumar et al. 2017) for transformers, with an exact rule for the softmax. With several baselines the
-scores are averaged (DeepLIFT-SHAP's expectation, Lundberg & Lee 2017).
+attention patterns, activations and norm scales respond, each by its exact secant, and one pull gives every token's
+part. This is DeepLIFT (Shrikumar et al. 2017) for transformers, with an exact rule for the softmax. With several
+baselines the scores are averaged (DeepLIFT-SHAP's expectation, Lundberg & Lee 2017).
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,19 +30,19 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
 CHANGE = "change"
-"""As `direction=`: along the change of each query's own output."""
+"""The value of `direction=` for the change of each query's own output."""
 
 LARGEST_GAP = 0.1
-"""Scores that miss the change by more than this share of their size say nothing."""
+"""The gap, as a share of the scores' size, above which scores are uninformative."""
 
 UNLIKE = 10
-"""How many times as long one run's stream has to be where that is the reason."""
+"""How many times longer one run's stream must be to count as the reason for a gap."""
 
 
 if TYPE_CHECKING:
     One = str | int | Tensor | Sequence[int] | FrozenPass
     Baseline = One | Sequence[One] | None
-    """What the run is compared with, one or several whose scores are averaged."""
+    """What the run is compared with; one or several, whose scores are averaged."""
 else:
     Baseline = Any  # `baseline_pass` says what is wrong with it
 
@@ -59,28 +59,29 @@ def difference(
     baseline: Baseline = None,
     memory: Memory = None,
 ) -> Attribution:
-    """Each token's part in what changed between two runs: two prompts, two models, or a prompt and a baseline.
+    """Attribute the change between two runs to tokens: two prompts, two models, or a prompt and a baseline.
 
     Signed scores and `bias`, the constants that belong to no token, sum to `total`, the change of the model's number.
 
     Args:
-        frozen: the pass, or the difference of two passes, which has its baseline already.
-        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; by default the
-            token that the run predicts against its runner-up, or of a difference against the token that the second run
-            predicts. ``direction="change"`` explains the length of the change of the query's own output, as a sum over
-            tokens; it is the default where the model or a query predicts no token.
+        frozen: the pass, or the difference of two passes, which needs no baseline.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`. By default it is
+            the token that the run predicts against its runner-up, or for a difference against the token that the second
+            run predicts. ``direction="change"`` explains the length of the change of the query's own output, as a sum
+            over tokens; it is the default if the model or a query predicts no token.
         baseline: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place), ``"mean"`` (the vocabulary's mean
             embedding), ``"zero"``, a token id, a text or ids of the same length (a list, or a tensor `[pos]` or
-            `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a frozen pass; scores are averaged over a
-            list of these. None is the mask token where there is one, else the mean. For images and sound: another one,
+            `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a frozen pass; for a list of these, scores
+            are averaged. None is the mask token if there is one, else the mean. For images and sound: another one,
             ``"mean"`` (its mean patch in all places) or ``"zero"`` (position embeddings only). Special tokens stay
-            where one thing replaces every token. In an encoder–decoder it replaces tokens of both sides; a text, or ids
-            of the encoder's length, the source only, ids or embeddings `[pos, ..]` of all positions both sides.
+            where a single thing replaces every token. In an encoder–decoder a baseline replaces the tokens of both
+            sides; a text, or ids of the encoder's length, only the source; ids or embeddings `[pos, ..]` of all
+            positions both sides.
 
     Raises:
         InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` raises.
         UnsupportedModelError: see `tensorlens_tl.difference`.
-        NumericalError: the runs are so different that the scores are rounding.
+        NumericalError: the runs are so different that the scores are mostly rounding error.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
 
@@ -115,7 +116,7 @@ def difference(
         query=query,
         bias=bias,
         total=total,
-        gap=relative_gap(scores, bias, total),  # each difference's own was looked at beside its rounding
+        gap=relative_gap(scores, bias, total),  # each difference's own gap was judged relative to its rounding
         additive=True,
         target=label,
         options={name: value for name, value in options.items() if value is not None},
@@ -123,7 +124,7 @@ def difference(
 
 
 def _explained(frozen: FrozenPass | Difference, baseline: Any) -> Iterator[Difference]:
-    """The difference from each baseline, one after the other."""
+    """Yield the difference from each baseline."""
     if isinstance(frozen, Difference):
         if baseline is not None:
             raise InvalidInputError("baseline: a difference of two runs has its baseline already; leave it out.")
@@ -133,7 +134,7 @@ def _explained(frozen: FrozenPass | Difference, baseline: Any) -> Iterator[Diffe
     if isinstance(baseline, list | tuple) and not _is_prompt(baseline):
         several = list(baseline)
     if not several:
-        raise InvalidInputError("baseline=[]: pass one baseline, or a list of some.")
+        raise InvalidInputError("baseline=[]: pass one baseline, or a list with at least one.")
     return (difference_of(frozen, baseline_pass(frozen, one)) for one in several)
 
 
@@ -145,7 +146,7 @@ def _is_prompt(values: Any) -> bool:
 def _change(
     of: Difference, target: TokenLike, minus: TokenLike, direction: Any, query: Query, memory: Memory
 ) -> Collapse:
-    """One difference's sum over tokens."""
+    """Return one difference's sum over tokens."""
     operator = of.operator()
     if isinstance(direction, str):
         change = torch.take_along_dim(upcast(of.output), query_positions(of.prompt, query)[..., None], dim=1)
@@ -158,10 +159,10 @@ def _change(
 
 
 def _refuse_amplified(of: Difference, gap: float) -> None:
-    """Raise for scores that miss their sum where the runs' streams differ much in length.
+    """Raise an error if scores miss their sum and the runs' streams differ much in length.
 
     A norm's secant grows with the shorter one, so rounding in the longer one is multiplied from block to block. Runs
-    that differ by rounding only have a gap as well, and nothing to explain.
+    that differ by rounding only also have a gap, but nothing to explain.
     """
     lengths = [
         torch.stack([upcast(run.resid_pre(layer)).norm(dim=-1) for layer in range(of.a.n_layers)])
@@ -180,7 +181,7 @@ def _refuse_amplified(of: Difference, gap: float) -> None:
 
 
 def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
-    """The run that a pass is compared with; see `difference` for what a baseline may be."""
+    """Return the run that a pass is compared with; see `difference` for possible baselines."""
     if isinstance(baseline, FrozenPass):
         return baseline
     is_tensor = isinstance(baseline, Tensor)
@@ -200,7 +201,7 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
 
 
 def _exchanged(frozen: FrozenPass) -> Bool[Tensor, "batch pos"]:
-    """Return where a position's content is replaced: not at special tokens, which have none.
+    """Return the positions to replace: not special tokens, which have no content.
 
     Also, streams at the first token (the attention sink) can be thousands of times larger with it than without, and
     secants between such runs multiply the model's rounding. A prompt of special tokens only is replaced as a whole.
@@ -215,7 +216,7 @@ def _exchanged(frozen: FrozenPass) -> Bool[Tensor, "batch pos"]:
 
 
 def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
-    """True if these are another image or sound, for each of the pass's or for all."""
+    """Whether these are another image or sound, for each of the pass's or for all."""
     if frozen.view.reads == "tokens":
         return False
     batch, *one = frozen.inputs["input"].shape
@@ -223,7 +224,7 @@ def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
 
 
 def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
-    """A run of another prompt, in the place of each or of all."""
+    """Run the model on another prompt, for each of the pass's or for all."""
     try:
         other = _other_tokens(frozen, baseline)
     except InvalidInputError as error:
@@ -238,7 +239,7 @@ def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
 
 
 def _other_tokens(frozen: FrozenPass, baseline: Any) -> Int[Tensor, "#batch pos"]:
-    """The tokens of another prompt; of an encoder–decoder's source alone, or of what its decoder has read as well."""
+    """Return the tokens of another prompt; in an encoder–decoder, of the source alone or of both sides."""
     encoder = frozen.prompt.encoder_length
     options: dict[str, Any] = {}
     decoder = None
@@ -261,7 +262,7 @@ def _other_tokens(frozen: FrozenPass, baseline: Any) -> Int[Tensor, "#batch pos"
 
 
 def _with_embeddings(frozen: FrozenPass, vectors: Tensor) -> FrozenPass:
-    """A run with these embeddings in place of the tokens', of both sides of an encoder–decoder."""
+    """Run the model on these embeddings instead of the tokens', on both sides of an encoder–decoder."""
     points = embedding_points(frozen.view, frozen.prompt, "baseline")
     shown, _ = capture(frozen.model, dict(frozen.inputs), points, last=points[-1])
     batch, pos, width = torch.cat([shown[at] for at in points], dim=1).shape

@@ -1,6 +1,6 @@
 """Feed-forward maps by integrated gradients: Kobayashi et al. 2024.
 
-The attention block's vector atb_ij (attention, residual and, post-LN, the norm around them) goes on through the
+The attention block's vector atb_ij (attention, residual and, post-LN, the norm around them) passes through the
 feed-forward layer by integrated gradients with a zero baseline, whose closed form is the ratio φ(z)/z:
 
     ff_ij = W_out·diag(φ(z_i)/z_i)·W_in·atb_ij
@@ -9,8 +9,8 @@ feed-forward layer by integrated gradients with a zero baseline, whose closed fo
     pre-LN    atb → atb_ln = LN2(atb) → atb_ln_ff = ff(atb_ln) → atb_ln_ff_res = ff + atb
               → atb_ln_ff_res_nextln = the next block's norm before attention, or the final norm (ours: no biases)
 
-All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`. In a decoder block
-of an encoder–decoder (ours) atb_ij is a vector of either attention in the sum that the feed-forward layer reads.
+Norms enter by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`. In a decoder
+block of an encoder–decoder (ours) atb_ij is a vector of either attention in the sum that the feed-forward layer reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ PreScope = Literal["atb", "atb_ln", "atb_ln_ff", "atb_ln_ff_res", "atb_ln_ff_res
 if TYPE_CHECKING:
     Scope = PostScope | PreScope
 else:
-    Scope = Any  # which of them a model has is said by `ff_scope`
+    Scope = Any  # `ff_scope` says which of them a model has
 FF_SCOPES: dict[str, tuple[Scope, ...]] = {"post": get_args(PostScope), "pre": get_args(PreScope)}
 
 
@@ -64,7 +64,7 @@ def _kind(frozen: FrozenPass) -> Literal["post", "pre"]:
 
 
 def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
-    """The scope itself, or the widest one for None, checked against the model's layout."""
+    """Return the scope, or the widest one for None, checked against the model's layout."""
     frozen.check_fresh()
     sequential_mlp.check(frozen, "ff-ig")
     kind = _kind(frozen)
@@ -84,7 +84,7 @@ def ff_map(
 ) -> Maps:
     """Return the block's map up to `scope`, its feed-forward part by integrated gradients (Kobayashi et al. 2024).
 
-    `without_low_gain` leaves that share of the channels, those of smallest gain in the next norm, out of the norms.
+    `without_low_gain` ignores that share of the channels, those with the smallest gain in the next norm.
     """
     checked_scope = ff_scope(frozen, scope)
 
@@ -99,7 +99,7 @@ def ff_map(
 
 
 def _channels(layer: LocalLayer, without_low_gain: int | float) -> Tensor | slice:
-    """The channels without a share of those of smallest gain, one at least; all for a share of 0, or without gains."""
+    """Return the channels without the share of smallest gain, at least one; all for a share of 0 or without gains."""
     if without_low_gain == 0:
         return slice(None)
     gain = gain_after(layer)
@@ -111,7 +111,7 @@ def _channels(layer: LocalLayer, without_low_gain: int | float) -> Tensor | slic
 def ff_vectors(
     layer: LocalLayer, scope: Scope, as_printed: bool = False
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
-    """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
+    """Yield the vectors whose norms `ff_map` takes, a few source tokens at a time."""
     norms = layer.mlp
     mlp = layer.frozen.maps.mlp(layer.layer, "frozen-integrated-gradients")
     weights = layer.frozen.view.blocks[layer.layer].mlp
@@ -121,7 +121,7 @@ def ff_vectors(
     for keys, atb in layer.vectors(layer.outer, residual=not layer.is_cross, width=width):
         vectors = atb
         bypass = atb
-        if as_printed:  # what each source token gives to itself, and zero elsewhere
+        if as_printed:  # only what each source token gives to itself
             bypass = torch.zeros_like(atb)
             if not layer.is_cross:
                 rows = torch.arange(len(atb), device=atb.device)
@@ -140,7 +140,7 @@ def ff_vectors(
 
 
 def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
-    """The gain of the norm that reads the sum after the feed-forward layer, or None without one."""
+    """Return the gain of the norm that reads the sum after the feed-forward layer, or None without one."""
     norms = layer.norms(layer.mlp.outer) or _next_norm(layer.frozen, layer.layer)
     return norms[0].gain if norms else None
 
@@ -148,7 +148,7 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
     """Return the norm that reads a block's output: the next block's, or the last one of the stack.
 
-    A HookedEncoderDecoder's encoder ends in one without gain, which cross-attention's weights include.
+    A HookedEncoderDecoder's encoder ends in a norm without gain, as the gain is folded into cross-attention's weights.
     """
     if number + 1 == frozen.view.encoder_layers:
         norm = frozen.maps.encoder_norm()
@@ -166,15 +166,15 @@ def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
 def ff_ig(
     frozen: FrozenPass, *, scope: Scope | None = None, as_printed: bool = False, query: Query = "all"
 ) -> Attribution:
-    """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
+    """Average the norms of token-to-token vectors through the feed-forward layer over layers (Kobayashi 2024).
 
     Args:
-        scope: how far through the block; None goes to its end. Post-LN blocks have `"atb"`, `"atb_ff"`, `"atb_ff_res"`
-            and `"atb_ff_res_ln"`, others `"atb"`, `"atb_ln"`, `"atb_ln_ff"`, `"atb_ln_ff_res"` and
+        scope: how far through the block; None means to its end. Post-LN blocks have `"atb"`, `"atb_ff"`,
+            `"atb_ff_res"` and `"atb_ff_res_ln"`, others `"atb"`, `"atb_ln"`, `"atb_ln_ff"`, `"atb_ln_ff_res"` and
             `"atb_ln_ff_res_nextln"`.
-        as_printed: the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7, 20,
-            21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
-            passes on what a token gives itself, but not what others gave it (Eq. 53).
+        as_printed: follow the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7,
+            20, 21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
+            passes on a token's contribution to itself, but not those of other tokens (Eq. 53).
 
     Raises:
         InvalidInputError: also a scope that this kind of block does not have.

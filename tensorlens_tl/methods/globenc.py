@@ -5,7 +5,7 @@
 
 aggregated by the plain matrix product: no residual is added again, and rows are normalised only on request.
 
-In a decoder block of an encoder–decoder (ours) the vectors of both attentions go through every norm that follows them.
+In a decoder block of an encoder–decoder (ours) the vectors of both attentions pass every norm that follows them.
 """
 
 from tensorlens_tl._arguments import checked_arguments
@@ -19,14 +19,14 @@ from tensorlens_tl.results import Attribution
 
 @register_layer_map("globenc", holds_residual=True, needs=("norm_after_sum", "head_vectors"), both_stacks=True)
 def globenc_map(frozen: FrozenPass) -> Maps:
-    """N_ij of every layer."""
+    """Return N_ij of every layer."""
     return side_by_side(frozen, lambda layer: layer.pair_norms(globenc_norms(layer), residual=not layer.is_cross))
 
 
 def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
     """Return the norms that GlobEnc pushes attention and residual through: both of a post-LN block, else the MLP's.
 
-    For a model that meets `norm_after_sum`.
+    The model must meet `norm_after_sum`.
     """
     if layer.attn.outer is not None:
         return (*layer.outer, *layer.norms(layer.mlp.outer))
@@ -38,7 +38,7 @@ def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
 def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all") -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
 
-    `normalize` divides the rows of each layer by their sum, which the original does not.
+    `normalize` divides each layer's rows by their sum, which the original does not do.
 
     Raises:
         UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model; a layer

@@ -1,8 +1,8 @@
 """Gradient baselines on the live model: input × gradient, and integrated gradients (Sundararajan et al. 2017).
 
 The input is the residual stream entering the first block (token and position embeddings, after an encoder's embedding
-norm), in an encoder–decoder that of both its sides; the target is a logit at one query. Nothing is frozen here: one
-run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
+norm), in an encoder–decoder that of both its sides; the target is a logit at one query. Nothing is frozen: one run of
+the prompts serves all queries, and at the pass's own input it must reproduce the pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ def input_x_gradient(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∂logit/∂x_j on the live model.
+    """Compute x_j · ∂logit/∂x_j on the live model.
 
-    x_j is what enters the first block; the model is run again on the pass's prompt.
+    x_j is the first block's input; the model is run again on the pass's prompt.
 
     >>> tlens.methods.input_x_gradient(frozen, target=" value", query=[2, -1])
     Attribution('input-x-gradient', "logit of ' value'", batch=1, query=2, key=7)
@@ -54,7 +54,7 @@ def input_x_gradient(
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
-    """A run and its gradient for each step; a gradient costs as much as two runs."""
+    """Count a run and its gradient for each step; a gradient costs as much as two runs."""
     return 3 * int(options["steps"])
 
 
@@ -69,11 +69,11 @@ def integrated_gradients(
     steps: SupportsIndex = 32,
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
+    """Compute x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
-    Scores and bias (the logit at the baseline) sum to the logit up to the quadrature's error, which `gap` shows;
-    near α = 0 norms bend sharply, so it falls slowly with `steps`, the number of gradient evaluations. A gap above 0.05
-    is a `GapWarning`, or in a strict pass a `NumericalError`.
+    Scores and bias (the logit at the baseline) sum to the logit up to the quadrature error, which `gap` shows; near
+    α = 0 norms bend sharply, so it falls slowly with `steps`, the number of gradient evaluations. A gap above 0.05
+    raises a `GapWarning`, or in a strict pass a `NumericalError`.
 
     >>> result = tlens.methods.integrated_gradients(frozen, target=" value", steps=8)
     >>> result.scores.shape, result.gap.shape
@@ -102,14 +102,14 @@ def integrated_gradients(
 
 
 MOST = 0.05
-"""The gap that the quadrature may leave without a warning."""
+"""The largest gap of the quadrature without a warning."""
 
 LEAST_AT_ONCE = 4
-"""Of fewer steps in one run, the two copies that control it would cost what the run saves."""
+"""With fewer steps in one run, the two control copies would cost as much as the run saves."""
 
 
 def _note_quadrature(frozen: FrozenPass, steps: int, gap: float) -> None:
-    """Warn where these steps miss the integral; of a strict pass that is an error."""
+    """Warn where these steps miss the integral; in a strict pass raise an error."""
     if gap <= MOST:
         return
     message = (
@@ -131,18 +131,18 @@ class _Logit:
         self.memory = memory
 
     def scores(self, gradient: Float[Tensor, "batch query pos d"]) -> Float[Tensor, "batch query pos"]:
-        """x · gradient, zero at padding."""
+        """Return x · gradient, zero at padding."""
         pairs = self.live_logits.real[:, :, None] & self.frozen.mask[:, None]
         return (self.frozen.resid_pre(0)[:, None] * gradient).sum(-1) * pairs
 
     def value(self, share: float) -> Float[Tensor, "batch query"]:
-        """Logits with the first block's input multiplied by a share."""
+        """Return logits with the first block's input multiplied by a share."""
         with torch.inference_mode(False), torch.no_grad():
             _, numbers = self.live_logits.graph(self.frozen.resid_pre(0) * share, is_pass_input=share == 1)
         return numbers
 
     def at(self, share: float) -> tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query pos d"]]:
-        """Logits and their gradients with the first block's input multiplied by a share."""
+        """Return logits and their gradients with the first block's input multiplied by a share."""
         numbers, gradients = self._at([share])
         return numbers[0], gradients[0]
 
@@ -152,8 +152,8 @@ class _Logit:
         """Return the mean of the gradients at several shares, as many of them in one run as fit.
 
         Copies of a short prompt share the time of reading weights. In every such run the first and last copy are the
-        pass's own input; where they do not give its `total`, something acts on some rows only, and shares are run one
-        by one.
+        pass's own input; if they do not reproduce its `total`, something acts on some rows only, and the shares are run
+        one by one.
         """
         size = self._bytes_per_copy
         room = max(0, in_bytes(self.memory) - 2 * size)
@@ -171,7 +171,7 @@ class _Logit:
 
     @property
     def _bytes_per_copy(self) -> int:
-        """About what a run with gradients allocates for one copy of the prompts: its graph, and one batched pull."""
+        """Roughly what a run with gradients allocates per copy of the prompts: its graph, and one batched pull."""
         x = self.frozen.resid_pre(0)
         several = self.live_logits.positions.shape[1] > 1
         graph = (36 if several else 20) * self.frozen.n_layers * x.numel()
@@ -180,11 +180,11 @@ class _Logit:
     def _at(
         self, shares: Sequence[float]
     ) -> tuple[Float[Tensor, "share batch query"], Float[Tensor, "share batch query pos d"]]:
-        """Logits and their gradients at several shares, from one run of as many copies of the prompts."""
+        """Return logits and their gradients at several shares, from one run with a copy of the prompts for each."""
         x = self.frozen.resid_pre(0)
         copies = len(shares)
         per_query = 16 * self.frozen.n_layers * copies * x.numel() * x.element_size()
-        # autograd stores no tensor of somebody's inference mode
+        # autograd cannot store tensors that were created in a caller's inference mode
         with saved_by_name(self.frozen.model), torch.inference_mode(False), torch.enable_grad():
             scaled = torch.cat([x * share for share in shares])
             leaf, numbers = self.live_logits.graph(scaled, is_pass_input=list(shares) == [1], copies=copies)

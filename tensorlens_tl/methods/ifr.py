@@ -1,7 +1,7 @@
 """Information flow routes: Ferrando & Voita 2024.
 
-The importance of a vector a for a sum y that it is added to is how much nearer a comes to y than nothing does, as a
-share of what all summands of y have:
+The importance of a vector a for a sum y that it is added to is how much nearer a comes to y than the zero vector, as a
+share of the total over all summands of y:
 
     proximity(a, y) = max(0, ‖y‖₁ − ‖y − a‖₁),   importance = proximity / Σ proximities of y's summands
 
@@ -9,14 +9,14 @@ share of what all summands of y have:
     MLP         y_i = x_i + MLP(x_i)                   an edge for the stream, and one for the MLP
     parallel    y_i = x_i + Σ_hj A^h_ij u_j^h + MLP(x_i) + biases, one sum
 
-b_V is in u_j^h; b_O, and what a norm after attention adds, have no edge. The map of a layer sums heads; what stays at
-a position (the stream, and a parallel block's MLP) is added to its diagonal. A step through an MLP of its own begins
-and ends at one position, and moves nothing between tokens.
+b_V is in u_j^h; b_O, and what a norm after attention adds, have no edge. A layer's map sums over heads; what stays at
+a position (the stream, and a parallel block's MLP) is added to its diagonal. A separate MLP step begins and ends at one
+position, and moves nothing between tokens.
 
 The paper draws the graph of edges above a threshold; the product of the maps over layers is the importance of all its
 paths, summed (ours). In a post-LN block y is the sum before the norm (ours). A decoder block of an encoder–decoder has
-one more sum, cross-attention's, whose edges are of the encoder's tokens and the stream (ours); its map is the product
-of the two.
+one more sum, cross-attention's, whose edges come from the encoder's tokens and the stream (ours); its map is the
+product of the two.
 """
 
 from collections.abc import Mapping
@@ -52,15 +52,15 @@ Threshold = Annotated[int | float, THRESHOLD]
 
 @dataclass(frozen=True, eq=False)
 class FlowEdges:
-    """The importance of every edge of every layer; those that meet in one sum add up to 1.
+    """The importance of every edge of every layer; those into one sum add up to 1.
 
     A sum that none of its summands brings nearer has no edges: they are zero, as at padding.
 
     Attributes:
         heads: from source token to query, through each head.
         stream: the residual stream that attention is added to.
-        mlp: what the MLP adds; with `heads` and `stream` in a parallel block.
-        bypass: the residual stream that an MLP of its own is added to; zero in a parallel block.
+        mlp: the MLP's output; in a parallel block, in one sum with `heads` and `stream`.
+        bypass: the residual stream that a separate MLP step is added to; zero in a parallel block.
     """
 
     heads: Float[Tensor, "layer batch head query key"]
@@ -71,7 +71,7 @@ class FlowEdges:
 
 @checked_arguments
 def flow_edges(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> FlowEdges:
-    """The edges that `ifr` multiplies, by head, and those through MLPs; arguments and errors are those of `ifr`.
+    """Return the edges that `ifr` multiplies, by head, and those through MLPs; arguments and errors are `ifr`'s.
 
     >>> edges = tlens.methods.flow_edges(frozen)
     >>> sums = edges.heads.sum((2, 4)) + edges.stream  # of what meets in attention's sum
@@ -87,7 +87,7 @@ def flow_edges(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bo
 
 @register_layer_map("ifr", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def ifr_map(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> Maps:
-    """The importance of each source token for each query, of every layer; the residual is on the diagonal."""
+    """Return the importance of each source token for each query, per layer; the residual is on the diagonal."""
     _check_threshold(threshold)
 
     def part(layer: LocalLayer) -> Tensor:
@@ -115,20 +115,20 @@ def ifr(
     value_bias: bool = True,
     query: Query = "all",
 ) -> Attribution:
-    """How much nearer each head's vector of a token brings the stream, routed through layers (Ferrando & Voita 2024).
+    """Score how much nearer each head's vector of a token brings the stream, along all routes (Ferrando & Voita 2024).
 
     Args:
         aggregate: ``"product"`` follows the edges through all layers to the input tokens: rows are distributions.
-            ``"sum"`` adds up attention's edges to the query's own position over layers, and counts a token's vector in
-            any layer for the token, as FlashTrace does.
-        threshold: edges of no more than this importance are left out, and the others of a sum divided by what is left.
-        value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. False is
-            what FlashTrace computes, where the model has one.
+            ``"sum"`` adds up attention's edges into the query's own position over layers, and counts a token's vector
+            in any layer for that token, as FlashTrace does.
+        threshold: edges of no more than this importance are dropped, and the others of a sum rescaled to add up to 1.
+        value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. FlashTrace
+            computes False, where the model has such a bias.
 
     Raises:
         InvalidInputError: also a threshold outside [0, 1).
         UnsupportedModelError: the model is whitened (for the product), has layers without softmax attention, or a
-            factor on what heads give.
+            factor on the heads' outputs.
 
     >>> result = tlens.methods.ifr(frozen, threshold=0.01, query=-1)
     >>> [entry.name for entry in result.top(2)]
@@ -152,7 +152,7 @@ def _check_threshold(threshold: Threshold) -> None:
 
 
 def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
+    """Return one layer's heads, stream, MLP and bypass, as in `FlowEdges`."""
     y = layer.attention_sum()
     mlp = layer.mlp_write
     parallel = layer.frozen.layouts[layer.layer].parallel
@@ -179,13 +179,13 @@ def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Ten
 
 
 def _proximities(summands: list[Tensor], y: Float[Tensor, "batch query d"]) -> Float[Tensor, "batch query summand"]:
-    """How much nearer to y each of some vectors comes than nothing does."""
+    """Return how much nearer each vector comes to y than the zero vector."""
     y = upcast(y)
     return torch.stack([y.norm(p=1, dim=-1) - (y - a).norm(p=1, dim=-1) for a in summands], dim=-1).clamp_min(0)
 
 
 def _shares(nearer: Float[Tensor, "batch query summand"], threshold: Threshold) -> Float[Tensor, "batch query summand"]:
-    """Proximities as importances, of those above the threshold."""
+    """Normalise proximities to importances, keeping those above the threshold."""
     shares = normalize_rows(nearer)
     if threshold == 0:
         return shares

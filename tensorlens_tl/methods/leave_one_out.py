@@ -1,15 +1,15 @@
-"""Leave one out: what the prediction loses when a token is replaced, or deleted, on the live model.
+"""Leave one out: what the prediction loses on the live model when a token is replaced or deleted.
 
     score of token j = f(prompt) − f(prompt with token j replaced)
 
 f is the target's logit, probability or log-probability at the query (or the difference of two tokens'). Nothing is
-frozen. Every token takes one run, and several are run at once as copies of the prompts, between two that are unchanged
+frozen. Every token takes one run, and several are run at once as copies of the prompts, between two unchanged copies
 (`tensorlens_tl.passes.live`).
 
-In a causal model nothing changes before the token that is replaced. Tokens are taken in order, and what lies before the
-first of a run's is computed once for all, as keys and values that the model continues from. Where a model has no such
-cache, or an unchanged prompt does not come out the same with it, whole prompts are run: bidirectional models, padded
-batches, deleted tokens, TransformerLens' native bridges and state-space models among them.
+In a causal model nothing changes before the replaced token. Tokens are taken in order, and what lies before the first
+one in a run is computed once for all, as keys and values from which the model continues. If a model has no such cache,
+or an unchanged prompt is not reproduced with it, whole prompts are run: bidirectional models, padded batches, deleted
+tokens, TransformerLens' native bridges and state-space models among them.
 """
 
 from collections.abc import Mapping
@@ -35,20 +35,20 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
 Compared = Literal["logit", "probability", "log_probability"]
-"""What may be compared."""
+"""The quantities that can be compared."""
 
 DELETE = "delete"
 
 PARTS = 8
-"""In how many runs a causal model's tokens are replaced, each sharing the tokens before its first one. Where memory
-demands it, there are more."""
+"""How many runs a causal model's tokens are divided into, each sharing the tokens before its first one; more if memory
+requires it."""
 
 LEAST = 4
-"""The fewest tokens of one such run; short prompts take fewer runs than `PARTS`."""
+"""The fewest tokens in one such run; short prompts take fewer runs than `PARTS`."""
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
-    """One run for each token."""
+    """Count one run for each token."""
     return frozen.tokens.shape[1]
 
 
@@ -64,7 +64,7 @@ def leave_one_out(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """What the target's logit, or its probability, loses when a token is replaced (Li et al. 2016).
+    """Score what the target's logit, or its probability, loses when a token is replaced (Li et al. 2016).
 
     The live model is run on copies of the pass's prompt.
 
@@ -72,16 +72,16 @@ def leave_one_out(
         of: ``"logit"``, ``"probability"`` or ``"log_probability"``.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the vocabulary's
             mean embedding) or ``"zero"`` (no token embedding; positions stay); or ``"delete"``, which moves later
-            tokens up. None is the mask token where there is one, else the mean, as in `evaluate.perturbation` (whose
-            mean is that of the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images
-            of the pass.
-        query: where its own token is deleted, a causal model is read at the token before it. At the first token, and in
-            a model that sees both ways, nothing can be read, and the score is 0.
+            tokens up. None is the mask token if there is one, else the mean, as in `evaluate.perturbation` (whose mean
+            is that of the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images of
+            the pass.
+        query: if its own token is deleted, a causal model is read at the token before it. At the first token, and in a
+            bidirectional model, nothing can be read, and the score is 0.
 
     Raises:
-        InvalidInputError: also ``"delete"`` where a model reads more than tokens.
-        UnsupportedModelError: the model predicts no tokens; ``"delete"`` in an encoder–decoder; or a replacement does
-            not reach the first block.
+        InvalidInputError: also ``"delete"`` for a model that reads more than tokens.
+        UnsupportedModelError: the model predicts no tokens; ``"delete"`` in an encoder–decoder; or a replacement that
+            does not reach the first block.
 
     >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
     >>> result.target, result.scores.shape
@@ -102,7 +102,7 @@ def leave_one_out(
     batch, pos = frozen.tokens.shape
     losses = torch.zeros(pos, batch, live_logits.positions.shape[1], dtype=upcast(frozen.resid_pre(0)).dtype)
     stop = pos
-    if frozen.causal:  # what follows the last query changes nothing
+    if frozen.causal:  # tokens after the last query change nothing
         stop = int(live_logits.positions.max()) + 1
     changed = live_logits.live.changed(
         stop, runs.numbers, runs.error, runs.bytes_per_copy, memory, "leave one out", parts=runs.parts
@@ -136,21 +136,21 @@ def _replacement(frozen: FrozenPass, replacement: Any) -> Replacement:
 
 
 def _refuse_deletion(frozen: FrozenPass) -> None:
-    """Refuse to delete what has a fixed place."""
+    """Reject deletion of tokens or other inputs with a fixed place."""
     if frozen.view.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"replacement={DELETE!r}: tokens of this {frozen.view.description} are replaced on either side, and not "
-            f"taken out; use one of {', '.join(map(repr, REPLACEMENTS))}, or a token."
+            f"replacement={DELETE!r}: tokens of this {frozen.view.description} can be replaced on either side, but not "
+            f"deleted; use one of {', '.join(map(repr, REPLACEMENTS))}, or a token."
         )
     if frozen.view.reads != "tokens" or frozen.prompt.extra:
         raise InvalidInputError(
-            f"replacement={DELETE!r}: this prompt is more than tokens, and a patch or a frame cannot be taken out; use "
+            f"replacement={DELETE!r}: this prompt is more than tokens, and a patch or a frame cannot be deleted; use "
             f"one of {', '.join(map(repr, REPLACEMENTS))}."
         )
 
 
 def _scored(frozen: FrozenPass, live_logits: LiveLogits) -> Bool[Tensor, "batch query key"]:
-    """Which tokens can matter to which query."""
+    """Return which tokens can matter to which query."""
     number = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     scored = live_logits.real[:, :, None] & frozen.mask[:, None] & (number >= frozen.prompt.special)
     if frozen.causal:
@@ -179,21 +179,21 @@ class _Runs:
         self.unchanged = self._unchanged()
 
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
-        """The target's numbers of each copy, which has one token taken away or none."""
+        """Return the target's value in each copy, which has one token replaced or none."""
         raise NotImplementedError
 
     def losses(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
-        """What each query's number loses without each of these tokens."""
+        """Return what each query's value loses without each of these tokens."""
         return self.unchanged - numbers
 
     def error(self, numbers: Float[Tensor, "batch query"]) -> float:
-        """How far the numbers of unchanged prompts are from the first ones."""
-        least = 0.0 if self.of == "probability" else 1.0  # logits, and logarithms, are of the size of 1
+        """Return the relative error of unchanged prompts against the first run."""
+        least = 0.0 if self.of == "probability" else 1.0  # logits and log-probabilities are of order 1
         size = max(least, float(self.unchanged.abs().max()))
         return float((numbers - self.unchanged).abs().max()) / size
 
     def _unchanged(self) -> Float[Tensor, "batch query"]:
-        """The numbers of the prompts as they are, from one run in the pass's own shape, which must repeat the pass."""
+        """Return the values of the unchanged prompts, from one run in the pass's own shape, which must reproduce it."""
         frozen = self.frozen
         at = self.live_logits.in_logits
         name = frozen.points.unembed_in
@@ -207,7 +207,7 @@ class _Runs:
     def _run(
         self, inputs: dict[str, Any], hooks: list[FwdHook], at: Int[Tensor, "copy batch query"]
     ) -> Float[Tensor, "copy batch query"]:
-        """The numbers of one run, at positions counted in it."""
+        """Return the values of one run, at positions counted in it."""
         rows = at.flatten(0, 1)
         some = SomeLogits(self.frozen.model, self.frozen.points.unembed_in, rows)
         with torch.no_grad():
@@ -226,8 +226,8 @@ class _Runs:
 class SharedPrefix:
     """Keys and values of the prompts' first tokens, shared by runs of different endings; it grows with `reach`.
 
-    A TransformerBridge continues from Hugging Face's cache, a HookedTransformer from TransformerLens'. The numbers of
-    an unchanged ending are compared with the whole run's.
+    A TransformerBridge continues from Hugging Face's cache, a HookedTransformer from TransformerLens'. The values of
+    an unchanged ending are compared with those of the whole run.
     """
 
     def __init__(self, frozen: FrozenPass) -> None:
@@ -241,17 +241,17 @@ class SharedPrefix:
 
     @staticmethod
     def applies(frozen: FrozenPass) -> bool:
-        """True if nothing but token ids is read, causally and without padding, by attention alone."""
+        """Whether the pass reads only token ids, causally and without padding, by attention alone."""
         view = frozen.view
         plain = set(frozen.inputs) <= {"input", "attention_mask"} and view.reads == "tokens" and not view.is_whitened
         attends = all(block.mixer is None and not block.has_beside for block in view.blocks)
         # keys that are repeated for their queries do not fit TransformerLens' own cache
         fits = not getattr(view.cfg, "ungroup_grouped_query_attention", False)
-        # somebody's hooks may count positions
+        # a user's hooks may count positions
         return plain and attends and fits and frozen.causal and bool(frozen.mask.all()) and not frozen.other_hooks
 
     def reach(self, stop: int) -> bool:
-        """Run on to the token before `stop`; False where the model gives no cache."""
+        """Run up to the token before `stop`; False if the model returns no cache."""
         if stop > self.length:
             inputs: dict[str, Any] = {"input": self.frozen.inputs["input"][:, self.length : stop]}
             if self._bridge:
@@ -266,7 +266,7 @@ class SharedPrefix:
         return self._cache is not None and (not self._bridge or hasattr(self._cache, "batch_select_indices"))
 
     def before(self, inputs: dict[str, Any], copies: int) -> dict[str, Any]:
-        """The inputs of a run that goes on from here, on as many copies of the prompts, copy after copy."""
+        """Return the inputs of a run that continues from here, on as many copies of the prompts, copy after copy."""
         rows = torch.arange(len(self.frozen.tokens), device=inputs["input"].device).repeat(copies)
         cache = deepcopy(self._cache)  # a run appends to it
         if self._bridge:
@@ -280,12 +280,12 @@ class SharedPrefix:
 
     @staticmethod
     def _masked(cache: Any, tokens: Tensor) -> dict[str, Any]:
-        """Without a mask, a HookedTransformer asks its tokenizer for one."""
+        """Add a mask: without one, a HookedTransformer asks its tokenizer."""
         return {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens)}
 
 
 class _Replaced(_Runs):
-    """Something else stands in the token's place."""
+    """Runs with the token replaced by something else."""
 
     def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared, replacement: Replacement) -> None:
         super().__init__(frozen, live_logits, of)
@@ -303,7 +303,7 @@ class _Replaced(_Runs):
         return numbers
 
     def _after_prefix(self, copies: Copies) -> Float[Tensor, "copy batch query"] | None:
-        """The numbers from a run that begins at the first of the tokens; None where the model cannot begin there."""
+        """Return values from a run that begins at the first of the tokens; None if the model cannot begin there."""
         start = min((token for token in copies if token is not None), default=0)
         if self.prefix is None or not start:
             return None
@@ -312,11 +312,11 @@ class _Replaced(_Runs):
             with torch.no_grad():
                 if self.prefix.reach(start):
                     numbers = self._with_replaced(copies, start)
-        except Exception:  # a model may raise anything for a cache that is not for it: whole prompts are run instead
+        except Exception:  # a model may raise anything for a cache that it does not support: run whole prompts instead
             numbers = None
         if numbers is not None:
             after = self.live_logits.positions >= start
-            numbers = numbers.where(after.to(numbers.device), self.unchanged)  # what lies before is as it was
+            numbers = numbers.where(after.to(numbers.device), self.unchanged)  # earlier queries are unchanged
             errors = [self.error(row) for row, token in zip(numbers, copies, strict=True) if token is None]
             if max(errors, default=float("inf")) <= self.frozen.tolerance:
                 return numbers
@@ -324,7 +324,7 @@ class _Replaced(_Runs):
         return None
 
     def _with_replaced(self, tokens: Copies, start: int) -> Float[Tensor, "copy batch query"]:
-        """One run, from the token at `start` on."""
+        """Run from the token at `start` onwards."""
         frozen = self.frozen
         copies = len(tokens)
         batch, pos = frozen.tokens.shape
@@ -341,10 +341,10 @@ class _Replaced(_Runs):
 
 
 class _Deleted(_Runs):
-    """The token is taken out, and what follows it moves up."""
+    """Runs with the token deleted, so that later tokens move up."""
 
     def numbers(self, copies: Copies) -> Float[Tensor, "copy batch query"]:
-        """See `_Runs.numbers`; unchanged prompts are a token longer than the others, and run by themselves."""
+        """See `_Runs.numbers`; unchanged prompts are a token longer than the others, and run separately."""
         if self.frozen.tokens.shape[1] == 1:
             return self.unchanged.expand(len(copies), *self.unchanged.shape)
         tokens = [token for token in copies if token is not None]
@@ -352,7 +352,7 @@ class _Deleted(_Runs):
             return self._without(tokens)
         if not tokens:
             return self._unchanged()[None]
-        # instead of unchanged copies, the first and the last have the same token deleted
+        # instead of unchanged copies, the first and the last copy have the same token deleted
         numbers = self._without([*tokens, tokens[0]])
         last = self.unchanged + (numbers[-1] - numbers[0])
         return torch.cat([self.unchanged[None], numbers[:-1], last[None]])
@@ -373,7 +373,7 @@ class _Deleted(_Runs):
         return self._run(inputs, [], at.clamp_min(0))
 
     def losses(self, tokens: range, numbers: Float[Tensor, "token batch query"]) -> Float[Tensor, "token batch query"]:
-        """See `_Runs.losses`; 0 where the query's token is deleted and no other stands for it."""
+        """See `_Runs.losses`; 0 if the query's token is deleted and no other can replace it."""
         frozen = self.frozen
         positions = self.live_logits.positions
         deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]

@@ -1,4 +1,4 @@
-"""Logits of the live model, a token's or the difference of two, and their gradients."""
+"""Logits of the live model, for a token or the difference of two, and their gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,31 +21,31 @@ class LiveLogits:
     """Logits of the live model at some queries of a pass; `what` is the method's name in messages.
 
     Attributes:
-        live: the model, which is still that of the pass.
-        positions: each query's position, `[batch, query]`; `in_logits` is the same as the model's logits count them.
-        target, minus: the tokens that are explained, also where none were named.
+        live: the model, verified to be that of the pass.
+        positions: each query's position, `[batch, query]`; `in_logits` is the same as an index into the logits.
+        target, minus: the explained tokens, including defaults.
         ids, others: the target token of each query, and the one that is subtracted, or None.
         real: True at queries that are real tokens.
-        label: the same as a text.
+        label: a description of the target.
     """
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
         self.live = frozen.live(what)
-        self._is_measured = False  # what half precision takes from gradients: once for all points of a path
+        self._is_measured = False  # rounding of gradients in half precision is measured once per path
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
-        with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
+        with frozen.view.loaded("unembedding"):  # read only once, even if it is offloaded
             self.target, self.minus = explained_tokens(frozen, target, minus, self.positions)
             self.ids, self.others = target_ids(frozen, self.positions, self.target, self.minus)
             self.label = logit_label(frozen.view, self.target, self.minus, capped=True)
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
-        """The target's number at each query, from the model's logits or any function of them."""
+        """Return the target's value at each query, from the model's logits or any function of them."""
 
         def at_ids(ids: Tensor) -> Tensor:
-            # autograd keeps no index that was made in somebody's inference mode
+            # autograd cannot store an index that was created in a caller's inference mode
             index = ids[..., None].clone().to(logits.device).expand(*logits.shape[:-1], 1)
             return logits.gather(-1, index)[..., 0].to(ids.device)
 
@@ -54,13 +54,12 @@ class LiveLogits:
         return at_ids(self.ids) - at_ids(self.others)
 
     def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
-        """Raise for a run of the pass's prompts that unembeds another stream (every position) or gives other logits
-        (queries)."""
+        """Reject a run of the pass's prompts with a different unembedded stream or different logits at the queries."""
         frozen = self.frozen
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
-        # the weights' logits are those of the pass where they were compared
+        # the weights' logits equal those of the pass where they were compared
         with frozen.view.loaded("unembedding"):
             expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
         known = self.real
@@ -72,7 +71,7 @@ class LiveLogits:
 
     @property
     def _compared(self) -> Tensor:
-        """At which queries the weights' logits were compared with those of the pass, and are the same."""
+        """The queries at which the weights' logits were compared with those of the pass, and agree."""
         frozen = self.frozen
         if frozen.logits_check.compared is None or not frozen.errors.get("unembed", 1.0) <= frozen.tolerance:
             return torch.zeros_like(self.real)
@@ -85,13 +84,13 @@ class LiveLogits:
         is_pass_input: bool = True,
         copies: int = 1,
     ) -> tuple[Tensor, Float[Tensor, "row query"]]:
-        """Run once with gradients and return the input, and the numbers that it gives; call with gradients enabled.
+        """Run once and return the input and the values that it gives; call with gradients enabled.
 
         Args:
-            x: what enters the first block.
+            x: the first block's input.
             hooks: further hooks of the run.
-            is_pass_input: this is the pass's own input, so that the run must repeat the pass.
-            copies: how often `x` has each of the prompts, copy after copy.
+            is_pass_input: whether `x` is the pass's own input, so that the run must reproduce the pass.
+            copies: how often `x` repeats the prompts, copy after copy.
         """
         frozen = self.frozen
         frozen.view.refuse_gradients("gradients")
@@ -121,7 +120,7 @@ class LiveLogits:
         bytes_per_query: int,
         memory: Memory,
     ) -> Iterator[tuple[slice, list[Float[Tensor, "query *shape"] | None]]]:
-        """Which queries, and the gradients of their numbers by each of some tensors; the graph is kept."""
+        """Yield some queries, and the gradients of their values by each of some tensors; the graph is kept."""
         queries = numbers.shape[1]
         for rows in chunks(queries, bytes_per_query, memory if queries > 1 else None, "gradients"):
             seeds = numbers.new_zeros(len(rows), *numbers.shape)
@@ -139,15 +138,15 @@ class LiveLogits:
         if gradient is None or bool(torch.isfinite(gradient).all()):
             return
         hint = "use float32 or float64"
-        if not bool(self.frozen.mask.all()):  # rows of attention that padding on the left leaves empty
-            hint = "some models have none where a prompt is padded: pad on the right, or take one prompt at a time"
+        if not bool(self.frozen.mask.all()):  # left padding leaves empty rows of attention
+            hint = "some models have none for padded prompts: pad on the right, or take one prompt at a time"
         raise NumericalError(f"{self.frozen.view.description}: gradients are not finite; {hint}.")
 
 
 def _batched_gradients(
     numbers: Tensor, tensors: Sequence[Tensor], seeds: Float[Tensor, "row batch query"]
 ) -> list[Tensor | None]:
-    """Gradients by each tensor for every row of seeds, in one batched backward pass where there are several."""
+    """Return the gradients by each tensor for every row of seeds, in one batched backward pass if there are several."""
     if len(seeds) == 1:
         gradients = torch.autograd.grad(numbers, tensors, seeds[0], retain_graph=True, allow_unused=True)
         return [None if gradient is None else gradient[None] for gradient in gradients]
@@ -159,7 +158,7 @@ def _batched_gradients(
 def _products(
     numbers: Tensor, tensors: Sequence[Tensor], seeds: Tensor, gradients: Sequence[Tensor | None]
 ) -> tuple[list[Tensor | None], Callable[[float], list[Tensor | None]]]:
-    """Each tensor times its gradients, summed over its last axis; and the same of the numbers times a factor."""
+    """Multiply tensors with their gradients, summed over the last axis; also for values scaled by a factor."""
 
     def products(rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         pairs = zip(tensors, rows, strict=True)

@@ -8,9 +8,9 @@ With a_ij = Σ_h α^h_ij f^h(x_j), f(x) = (x·W_V + b_V)·W_O, and x read throug
 
 Ours, outside post-LN: pre-LN and parallel blocks have no norm around the sum, so `attn_res_ln` equals `attn_res` there
 (the ATB of Kobayashi et al. 2024). In sandwich and post-only blocks the norm after attention belongs to a_ij. In a
-whitened model x_j is the whitened vector of token j, which contains contributions from the tokens before it. A decoder
-block of an encoder–decoder has a sum of two attentions: the vectors of self-attention and the stream go on through the
-norm around it into the sum with those of cross-attention, and `attn_res_ln` has the norm around that sum as well.
+whitened model x_j is the whitened vector of token j, which contains contributions from earlier tokens. A decoder block
+of an encoder–decoder has a sum of two attentions: the vectors of self-attention and the stream pass the norm around it
+into the sum with those of cross-attention, and `attn_res_ln` includes the norm around that sum as well.
 """
 
 from typing import Literal
@@ -30,11 +30,11 @@ from tensorlens_tl.requirements import norm_after_sum
 from tensorlens_tl.results import Attribution
 
 Scope = Literal["attn", "attn_res", "attn_res_ln"]
-"""How much of what is around attention belongs to a vector."""
+"""How much of what surrounds attention is included in a vector."""
 
 
 def norm_map(frozen: FrozenPass, scope: Scope = "attn") -> Maps:
-    """One scope's norms, of every layer."""
+    """Return one scope's norms, for every layer."""
 
     def part(layer: LocalLayer) -> Tensor:
         residual = scope != "attn" and not layer.is_cross
@@ -44,7 +44,7 @@ def norm_map(frozen: FrozenPass, scope: Scope = "attn") -> Maps:
 
 
 def _outer_norms(layer: LocalLayer, scope: Scope | Literal["globenc"]) -> tuple[Norm, ...]:
-    """The norms that a scope pushes attention's vectors through."""
+    """Return the norms through which a scope pushes attention's vectors."""
     if scope == "globenc":
         return globenc_norms(layer)
     if scope == "attn_res_ln":
@@ -54,26 +54,26 @@ def _outer_norms(layer: LocalLayer, scope: Scope | Literal["globenc"]) -> tuple[
 
 @register_layer_map("norm:attn", holds_residual=False, needs=("head_vectors",), both_stacks=True)
 def attn_map(frozen: FrozenPass) -> Maps:
-    """The norms of attention alone."""
+    """Return the norms of attention alone."""
     return norm_map(frozen, "attn")
 
 
 @register_layer_map("norm:attn_res", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def attn_res_map(frozen: FrozenPass) -> Maps:
-    """The norms with the residual connection."""
+    """Return the norms with the residual connection."""
     return norm_map(frozen, "attn_res")
 
 
 @register_layer_map("norm:attn_res_ln", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def attn_res_ln_map(frozen: FrozenPass) -> Maps:
-    """The norms with the residual connection and the norm around it."""
+    """Return the norms with the residual connection and the norm around it."""
     return norm_map(frozen, "attn_res_ln")
 
 
 @register_method("norm", needs=("head_vectors",))
 @checked_arguments
 def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> Attribution:
-    """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
+    """Average the norms of attention's token-to-token vectors over layers (Kobayashi 2020, 2021).
 
     Args:
         scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
@@ -90,7 +90,7 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> 
 
 
 def head_norms(frozen: FrozenPass) -> Float[Tensor, "layer batch head query key"]:
-    """‖α^h_ij f^h(x_j)‖ per head (Kobayashi 2020).
+    """Compute ‖α^h_ij f^h(x_j)‖ per head (Kobayashi 2020).
 
     >>> tlens.methods.head_norms(frozen).shape
     torch.Size([4, 1, 4, 7, 7])
@@ -102,10 +102,10 @@ def head_norms(frozen: FrozenPass) -> Float[Tensor, "layer batch head query key"
 def mixing_ratio(
     frozen: FrozenPass, scope: Scope | Literal["globenc"] = "attn_res_ln"
 ) -> Float[Tensor, "layer batch query"]:
-    """How much a token takes from the others: ‖Σ_{j≠i}‖ / (‖Σ_{j≠i}‖ + ‖own‖) (Kobayashi 2021).
+    """Compute how much a token takes from the others: ‖Σ_{j≠i}‖ / (‖Σ_{j≠i}‖ + ‖own‖) (Kobayashi 2021).
 
-    A share between 0 and 1 of each layer and token; 0 at padding. `scope` is one of `norm`'s, or ``"globenc"`` for the
-    whole of GlobEnc's block (Modarressi 2022).
+    The share is between 0 and 1 for each layer and token; 0 at padding. `scope` is one of `norm`'s, or ``"globenc"``
+    for the whole block of GlobEnc (Modarressi 2022).
 
     Raises:
         InvalidInputError: an unknown scope.

@@ -1,4 +1,4 @@
-"""Aggregating a per-layer map over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
+"""Aggregation of per-layer maps over layers: attention rollout (Abnar & Zuidema 2020), and the plain mean."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -33,17 +33,17 @@ def rollout(
     normalize: bool = True,
     query: Query = "all",
 ) -> Attribution:
-    """The product over layers of a layer map, with a residual share added to its rows (Abnar & Zuidema 2020).
+    """Multiply a layer map over layers, with a residual share added to its rows (Abnar & Zuidema 2020).
 
     Rows are normalised, then (1 − residual)·A + residual·I. In a decoder block of an encoder–decoder a row has both
-    attentions of the token, cross-attention's and self-attention's, which share (1 − residual).
+    attentions of the token, cross- and self-attention, which share (1 − residual).
 
     Args:
         layer_map: one of `list_layer_maps()`: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`,
-            `alti`, `ifr`, `ff-ig`, `value-zeroing`, and those that are registered.
+            `alti`, `ifr`, `ff-ig`, `value-zeroing`, and user-registered maps.
         residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that
             include the residual connection.
-        normalize: whether rows are divided by their sum first.
+        normalize: whether to divide rows by their sum first.
 
     Raises:
         InvalidInputError: also an unknown map, or a residual outside [0, 1].
@@ -71,7 +71,7 @@ def rollout(
 def mean(
     frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = "all"
 ) -> Attribution:
-    """The average over layers of a layer map; of an encoder–decoder, over the layers of the token's side.
+    """Average a layer map over layers; in an encoder–decoder, over the layers of the token's side.
 
     Arguments and errors are those of `rollout`.
 

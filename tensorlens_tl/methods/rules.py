@@ -1,14 +1,14 @@
-"""Methods that are a rule of gradients: AttnLRP, GIM, RelP and CP-LRP. Scores are x_j · ∂logit/∂x_j under the rule.
+"""Methods defined by a rule of gradients: AttnLRP, GIM, RelP and CP-LRP. Scores are x_j · ∂logit/∂x_j under the rule.
 
 | method | norms | activations | products | softmax |
 | --- | --- | --- | --- | --- |
-| `attnlrp` (Achtibat et al. 2024) | held | φ(z)/z | A·V, Q·K and φ(g)·u give each factor half | its own gradient |
-| `gim` (Edin et al. 2025) | held | their own | queries and keys a quarter, values half | at twice its temperature |
-| `relp` (Jafari et al. 2025) | held | φ(z)/z | φ(g)·u halved | held, or its own gradient |
-| `cp-lrp` (Ali et al. 2022) | held | φ(z)/z | values and up projections only | held |
+| `attnlrp` (Achtibat et al. 2024) | fixed | φ(z)/z | A·V, Q·K and φ(g)·u give each factor half | its own gradient |
+| `gim` (Edin et al. 2025) | fixed | their own | queries and keys a quarter, values half | at twice its temperature |
+| `relp` (Jafari et al. 2025) | fixed | φ(z)/z | φ(g)·u halved | fixed, or its own gradient |
+| `cp-lrp` (Ali et al. 2022) | fixed | φ(z)/z | values and up projections only | fixed |
 
-A rule itself is data (`tensorlens_tl.core.RULES`). Where it holds attention as well, the model is affine, and the
-scores are those of `tensorlens`, computed from the weights.
+A rule itself is data (`tensorlens_tl.core.RULES`). If it fixes attention as well, the model is affine, and the scores
+are those of `tensorlens`, computed from the weights.
 """
 
 from collections.abc import Mapping
@@ -34,17 +34,17 @@ def attnlrp(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∂logit/∂x_j under AttnLRP's rules.
+    """Compute x_j · ∂logit/∂x_j under AttnLRP's rules.
 
     Norm scales are fixed, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
-    passes its own gradient on. These are the ε-rules of the paper with ε = 0, as input × gradient.
+    keeps its own gradient. These are the ε-rules of the paper with ε = 0, as input × gradient.
 
-    The total is the logit before any soft cap, and `gap` the part of it that no token is given, relative to the
+    The total is the logit before any soft cap, and `gap` the part of it that no token receives, relative to the
     scores: additive biases, and the constant term of every softmax, keep their share.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
-            attention, or computes with an operation that no rule knows.
+            attention, or uses an operation that no rule covers.
 
     >>> result = tlens.methods.attnlrp(frozen, target=" value")
     >>> result.additive, result.scores.shape
@@ -63,14 +63,14 @@ def gim(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∂logit/∂x_j with gradient interaction modifications.
+    """Compute x_j · ∂logit/∂x_j with gradient interaction modifications.
 
     Norm scales are fixed; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of
-    s/2); queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own
+    s/2); queries and keys receive a quarter of their gradient, values half. Activations and gates keep their own
     gradient.
 
-    The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method claims
-    no sum.
+    The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method does not claim
+    that they sum to it.
 
     Raises:
         UnsupportedModelError: as `attnlrp`; and rows of a pattern that do not sum to 1 (attention sinks).
@@ -99,7 +99,7 @@ def relp(
     attention: Literal["frozen", "live"] = "frozen",
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∂logit/∂x_j with norm scales held, φ(z)/z, and gated products φ(g)·u halved.
+    """Compute x_j · ∂logit/∂x_j with fixed norm scales, φ(z)/z, and gated products φ(g)·u halved.
 
     With ``attention="frozen"`` (the paper's AH-rule) patterns are fixed too: the scores are those of `tensorlens` with
     ``collapse="target", rule="frozen-split"``, computed from the weights, and sum with the bias to the logit before any
@@ -132,7 +132,7 @@ def cp_lrp(
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:
-    """x_j · ∂logit/∂x_j with nothing through queries, keys, gates and norm scales, and φ(z)/z.
+    """Compute x_j · ∂logit/∂x_j with no gradient through queries, keys, gates and norm scales, and φ(z)/z.
 
     With all of these fixed the model is affine, and its gradient is the pull of TensorLens' operator: this is
     `tensorlens` with ``collapse="target"``, computed from the weights. Scores and bias sum to the logit before any soft
@@ -145,4 +145,4 @@ def cp_lrp(
     >>> torch.equal(result.scores, tlens.methods.tensorlens(frozen, target=" value").scores)
     True
     """
-    raise NotImplementedError  # the decorator puts a call of the other method in place of this body
+    raise NotImplementedError  # the decorator replaces this body by a call of the other method

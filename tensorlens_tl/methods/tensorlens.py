@@ -33,7 +33,7 @@ def _collapses_onto_token(options: Mapping[str, Any]) -> bool:
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
-    """A row to pull for each dimension of an exact norm, or for each probe; a pull costs as much as a run."""
+    """Count the rows to pull: one per dimension for an exact norm, or one per probe; a pull costs as much as a run."""
     if options["collapse"] != "norm":
         return 1
     return int(options["probes"] or frozen.resid_pre(0).shape[-1])
@@ -62,18 +62,18 @@ def tensorlens(
     seed: int = 0,
     memory: Memory = None,
 ) -> Attribution:
-    """The whole model's tensor ``T[i,:,j,:]``, collapsed by its norm, between input and output, or onto a target.
+    """Collapse the whole model's tensor ``T[i,:,j,:]`` by its norm, between input and output, or onto a target.
 
     Args:
-        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. By default
-            `"target"`, and `"in_out"` where the model, the part of it or a query predicts no token.
+        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. The default is
+            `"target"`, or `"in_out"` if the model, the chosen part of it or a query predicts no token.
         target, minus, direction: what `"target"` explains, by default the model's first choice against its runner-up;
             see `FrozenOperator.target`.
         layers, heads, mlp, final_norm, rule: which operator; see `FrozenPass.operator`.
-        bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
+        bias: for the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
             `FrozenOperator.in_out`.
         probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`. Estimates have standard errors.
-        memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+        memory: how much may be allocated besides the result, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what
@@ -126,7 +126,7 @@ def tensorlens(
 def _collapse(
     collapse: CollapseName | None, has_target: bool, predicts: bool, estimate: Mapping[str, Any], bias: Bias
 ) -> CollapseName:
-    """The collapse itself, or for None the one that the other options imply, checked against the options of others."""
+    """Return the given collapse, or the one that the other options imply, checked against these options."""
     estimates = any(option is not None for option in estimate.values())
     if collapse is None:
         collapse = "target" if has_target or predicts else "in_out"
@@ -140,7 +140,7 @@ def _collapse(
 
 
 def _of_part(operator: FrozenOperator, always: bool) -> str:
-    """Which part of the model an operator is, in words; where it ends only if it is not the model's end, or always."""
+    """Describe which part of the model an operator is; its end only if that is not the model's, or `always`."""
     parts = []
     if always or not operator.reaches_end:
         parts.append(f" at {operator.end}")

@@ -3,24 +3,24 @@
     x̃_i^{¬j}   output of a layer at token i, with the values of token j zero in all its heads
     C_ij = 1 − cos(x̃_i^{¬j}, x̃_i), rows divided by their sum;   aggregated by the product of C
 
-The layer reads what it read in the pass, so its patterns stay as they were; its norms and its MLP (with the choice of
-experts, where it has some) are the live model's and respond. "Output" is that of the whole layer, MLP included, as in
-the original. The residual connection is inside the layer, and none is added between layers.
+The layer's input is that of the pass, so its patterns are unchanged; its norms and its MLP (with any routing of
+experts) are the live model's and respond. "Output" is that of the whole layer, MLP included, as in the original. The
+residual connection is inside the layer, and none is added between layers.
 
-One run of the live model serves all layers: every layer's input is put back to its own. Attention is changed where its
-heads' mixed values leave it (`attn.hook_z`, less the pattern times the value of the zeroed token), or at its output
-where it is held as a whole. A gate or a norm inside attention responds to what is zeroed; such attention is refused.
+One run of the live model serves all layers: every layer's input is reset to its own. Attention is changed where its
+heads' mixed values leave it (`attn.hook_z`, minus the pattern times the value of the zeroed token), or at its output if
+it is frozen as a whole. A gate or a norm inside attention would respond to what is zeroed; such attention raises an
+error.
 
-With its input and its attention given, a layer treats every position by itself, so that a row of a run can hold any
+With its input and its attention given, a layer treats every position separately, so a row of a run can hold any
 positions, each with another token zeroed. In a causal model nothing changes before the zeroed token: rows of the
 prompts' length are filled with the positions from it on, half as many as there are tokens. The last row of a run has
-the prompts' own positions in reversed order and nothing zeroed, and must give what the pass has; where a model does not
-(a position acts on others beside attention), or reads more than tokens, a row is a whole prompt with one token zeroed.
-The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
-cancellation of 1 − cos near zero.
+the prompts' own positions in reversed order and nothing zeroed, and must reproduce the pass; if it does not (a position
+acts on others by other means than attention), or the model reads more than tokens, a row is a whole prompt with one
+token zeroed. The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, the same number without the cancellation of 1 − cos near zero.
 
-In a decoder block of an encoder–decoder the value of an encoder's token is that in cross-attention, so that a row is
-over both sides (one row for both is ours). Cross-attention's pattern is the live model's: its queries respond.
+In a decoder block of an encoder–decoder the value of an encoder's token is the one in cross-attention, so a row covers
+both sides (one row for both is ours). Cross-attention's pattern is the live model's: its queries respond.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ from tensorlens_tl.results import Attribution
 
 @register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
-    """C_ij of every layer, rows divided by their sum."""
+    """Return C_ij of every layer, rows divided by their sum."""
     in_bytes(memory)
     live = frozen.live("value-zeroing")
     heads = _Heads(frozen, live)
@@ -69,11 +69,11 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
         return _Run(heads, layout.of(copies)).changes.transpose(0, 1)
 
     def shared(copies: Copies) -> Float[Tensor, "copy layer batch pos"] | None:
-        """The same with one copy's attention; None where unchanged copies come out otherwise."""
+        """Run with one copy's attention for all; None if unchanged copies do not reproduce the pass."""
         try:
             with one_copy_attends(frozen.capture, len(copies)):
                 changes = _Run(heads, layout.of(copies)).changes.transpose(0, 1)
-        except Exception:  # a model may raise anything where its attention is called so: it is run as it is
+        except Exception:  # a model may raise anything if its attention is called this way: run it normally instead
             return None
         return changes if max(turned(changes[0]), turned(changes[-1])) <= frozen.tolerance else None
 
@@ -85,24 +85,24 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
         chosen = layout.of(rows)
         changes[:, :, chosen.query, chosen.zeroed] = values.permute(1, 2, 0, 3)
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
-    if frozen.causal:  # what rounding leaves ahead of a query is no change
+    if frozen.causal:  # changes ahead of a query are rounding
         pairs = pairs.tril()
     maps = normalize_rows(changes * pairs)
-    if frozen.sides is not None:  # a block leaves the tokens of the other side as they are
+    if frozen.sides is not None:  # a block leaves the other side's tokens unchanged
         identity = torch.diag_embed(frozen.mask.to(maps)).expand_as(maps)
         maps = maps + identity - only_acting(frozen, identity)
     return maps.to(x)
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
-    """At most one run for each token, which serves all layers; half as many where rows are filled."""
+    """Count at most one run for each token, which serves all layers; half as many where rows are filled."""
     return frozen.tokens.shape[1]
 
 
 @register_method("value-zeroing", needs=("head_vectors", "unwhitened"), perturbs=True, runs=_runs)
 @checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
-    """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
+    """Score how far a layer's outputs turn when a token's value is zeroed, rolled out over layers (Mohebbi 2023).
 
     Rows are distributions: they sum to 1. The live model is run again, with zeroed values.
 
@@ -118,19 +118,18 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
 
 
 class _Rows(NamedTuple):
-    """What the rows of a run hold: the position of each place, and the token whose value is zero there, or -1."""
+    """The rows of a run: the position at each place, and the token whose value is zeroed there, or -1."""
 
     query: Int[Tensor, "row pos"]
     zeroed: Int[Tensor, "row pos"]
 
     def of_side(self, start: int, stop: int) -> "_Rows":
-        """The places of one side of an encoder–decoder, whose queries are counted from its first position."""
+        """Return the places of one side of an encoder–decoder, with queries counted from its first position."""
         return _Rows(self.query[:, start:stop] - start, self.zeroed[:, start:stop])
 
 
 class _Layout:
-    """How positions and the tokens zeroed for them are spread over rows; nothing is zeroed at the `control`
-    positions."""
+    """How positions and their zeroed tokens are spread over rows; nothing is zeroed at the `control` positions."""
 
     def __init__(self, pos: int, packed: bool, device: torch.device) -> None:
         number = torch.arange(pos, device=device)
@@ -150,7 +149,7 @@ class _Layout:
         return len(self.all.query)
 
     def of(self, copies: Copies) -> _Rows:
-        """Some of the rows, and a control for each None."""
+        """Return some of the rows, and a control for each None."""
         query = [self.control if number is None else self.all.query[number] for number in copies]
         nothing = torch.full_like(self.control, -1)
         zeroed = [nothing if number is None else self.all.zeroed[number] for number in copies]
@@ -158,9 +157,9 @@ class _Layout:
 
 
 class _Heads:
-    """What the heads of a pass mix, and their result, from a run that gives the pass's own streams.
+    """The heads' values and mixed values in a run that reproduces the pass's streams.
 
-    `attends_once`: one copy's attention may be computed for all, as hooks give what the heads mix.
+    `attends_once`: one copy's attention may be computed for all, as hooks supply the mixed values.
     """
 
     def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
@@ -175,7 +174,7 @@ class _Heads:
         live.check({name: self._seen.pop(name) for name in streams})
 
     def mixed(self, layer: int, rows: _Rows, *, across: bool) -> Float[Tensor, "row batch query head d_head"]:
-        """What each head of self- or cross-attention gives at each place, without the token that is zeroed there."""
+        """Return each head's mixed value in self- or cross-attention at each place, without the token zeroed there."""
         points = self.frozen.points.blocks[layer]
         start, stop = self.frozen.capture.side(layer)
         rows = rows.of_side(start, stop)
@@ -188,7 +187,7 @@ class _Heads:
     def _without(
         self, heads: AttentionPoints, pattern: Float[Tensor, "batch head query key"], rows: _Rows, keys: range
     ) -> Float[Tensor, "row batch query head d_head"]:
-        """The same of some heads; `keys` are the positions of their source tokens."""
+        """Compute `mixed` for given heads; `keys` are the positions of their source tokens."""
         v = self._seen[heads.value]
         pattern = pattern.to(v)
         batch, count = pattern.shape[:2]
@@ -202,8 +201,7 @@ class _Heads:
 
 
 class _Run:
-    """One run of the live model, every layer reading its own input; `first` replaces the first layer's (encoder's
-    first)."""
+    """One run of the live model in which every layer reads its own input; `first` replaces that of the first layer."""
 
     def __init__(self, heads: _Heads, rows: _Rows, first: Tensor | None = None) -> None:
         frozen = heads.frozen
@@ -226,7 +224,7 @@ class _Run:
             hooks.append(self._measured(layer))
         inputs = repeated(frozen.inputs, len(rows.query))
         index = rows.query.repeat_interleave(self.copies[1], dim=0)
-        for name, value in inputs.items():  # those of each place
+        for name, value in inputs.items():  # per-position inputs follow the places
             if isinstance(value, Tensor) and value.shape[:2] == index.shape:
                 inputs[name] = value.gather(1, index.to(value.device))
         last = frozen.points.last_output
@@ -242,7 +240,7 @@ class _Run:
         return name, hook
 
     def _measured(self, layer: int) -> FwdHook:
-        """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
+        """Measure a layer's output, and replace it by the pass's own for the next layer."""
         side = range(*self.frozen.capture.side(layer))
         expected = self.frozen.resid_pre(layer + 1)
         name = self.frozen.capture.output_name(layer)
@@ -260,7 +258,7 @@ class _Run:
         return name, hook
 
     def _attention(self, layer: int) -> list[FwdHook]:
-        """What takes the zeroed tokens' values out of one layer's attention."""
+        """Return hooks that remove the zeroed tokens' values from one layer's attention."""
         points = self.frozen.points.blocks[layer]
         hooks: list[FwdHook] = []
         if points.attention is not None:
@@ -275,14 +273,14 @@ class _Run:
         return self.heads.mixed(layer, self.rows, across=False).to(z).reshape(-1, *z.shape[1:])
 
     def _mixed_across(self, layer: int, z: Tensor, *, hook: Any) -> Tensor:
-        """Cross-attention, whose pattern is the pass's in the rows in which no token of the decoder is zeroed."""
+        """Change cross-attention; its pattern is the pass's only in rows in which no decoder token is zeroed."""
         mixed = self.heads.mixed(layer, self.rows, across=True).to(z).reshape(-1, *z.shape[1:])
         decoder = self.frozen.capture.side(layer)[0]
         as_in_pass = (self.rows.zeroed < decoder).all(-1).repeat_interleave(self.copies[1]).to(z.device)
         return torch.where(as_in_pass.view(-1, *(1 for _ in z.shape[1:])), mixed, z)
 
     def _whole(self, layer: int, live: Tensor, *, hook: Any) -> Tensor:
-        """The output of attention that is held as a whole, without the zeroed tokens."""
+        """Return the output of attention that is frozen as a whole, without the zeroed tokens."""
         frozen = self.frozen
         points = frozen.points.blocks[layer]
         assert points.attention is not None
@@ -299,14 +297,14 @@ class _Run:
 
 
 def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
-    """Vectors of length 1; a vector of zeros stays one."""
+    """Normalise vectors to length 1; a vector of zeros is unchanged."""
     return torch.nn.functional.normalize(upcast(x), dim=-1, eps=torch.finfo(upcast(x).dtype).tiny)
 
 
 def _proven_layout(heads: _Heads, may_pack: bool) -> _Layout:
-    """Return how rows may be filled: in any order, or as whole prompts.
+    """Return how rows may be filled, in any order or as whole prompts, after testing it on the model.
 
-    Another first input must reach no later layer, and positions in another order change nothing.
+    Another first input must affect no later layer, and positions in another order must change nothing.
     """
     frozen = heads.frozen
     x = frozen.resid_pre(0)

@@ -1,21 +1,21 @@
-"""One reading of any model: what it is made of, how its blocks are put together, what its activations do.
+"""Reading a model of any class: its parts, how its blocks are put together, and how its activations are frozen.
 
 | module | question |
 | --- | --- |
-| `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
-| `view` | what is this model made of, whichever its class: its ends, and how its blocks follow each other? |
-| `blocks` | what is each of its blocks made of, and is it what a frozen run or a method needs? |
-| `sublayers` | how is each kind of part read: attention, MLPs, experts? |
-| `mixers` | and what stands in the place of attention or beside it? |
-| `parameters` | what do a module's weights amount to, adapters and packing included? |
-| `offload` | how are weights read that lie on a disk or elsewhere? |
+| `protocol` | what must a model be able to do, and what may be passed as a query, token or range of layers? |
+| `view` | what is a model made of, whatever its class: its ends, and the order of its blocks? |
+| `blocks` | what is each block made of, and does it meet the needs of a frozen run or a method? |
+| `sublayers` | how are attention, MLPs and experts read? |
+| `mixers` | how are mixers read that replace attention, or run in parallel with it? |
+| `parameters` | what weights does a module effectively have, including adapters and packing? |
+| `offload` | how are weights read that are on disk or on another device? |
 | `dictionaries` | how are sparse dictionaries read? |
-| `layouts` | how are blocks put together? |
-| `loops` | which call of a stack follows which, where stacks run several times each? |
-| `activations` | how is an activation replaced by a linear form, and which does torch compute at once? |
-| `lifecycle`, `checkpoint` | is a model in a state to be frozen, and still in that of its pass; which weights had it? |
-| `writing` | how are other weights put on a model, and taken off again? |
-| `names` | which parts are known by their names alone, and why? |
+| `layouts` | how is a block composed of its sublayers and norms? |
+| `loops` | in which order are stacks called that run several times? |
+| `activations` | how is an activation replaced by a linear form, and when does torch compute it in one kernel? |
+| `lifecycle`, `checkpoint` | can a model be frozen, has it changed since, and which weights did its checkpoint lack? |
+| `writing` | how are a model's weights replaced and restored? |
+| `names` | which parts can only be recognised by their names, and why? |
 """
 
 from tensorlens_tl.models.activations import (

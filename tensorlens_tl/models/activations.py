@@ -1,8 +1,8 @@
-"""The four rules of the frozen model: how an activation is held fixed.
+"""The four rules of the frozen model: how an activation function is linearised at its input.
 
-A plain MLP computes φ(z); a gated one φ(g)·u. A rule replaces it by ``c_u·u + c_g·g + rest`` (plain:
-``c_u·z + rest``), which equals it at the input that it was computed from. Coefficients are computed from φ and
-the captured pre-activations, never by dividing post-activations, so they are exact at zero too.
+A plain MLP computes φ(z), a gated one φ(g)·u. A rule replaces this by ``c_u·u + c_g·g + rest`` (plain: ``c_u·z +
+rest``), which equals it at the captured input. Coefficients are computed from φ and the captured pre-activations, never
+by dividing post-activations, so they are exact at zero too.
 
 | rule | plain | gated |
 | --- | --- | --- |
@@ -11,11 +11,11 @@ the captured pre-activations, never by dividing post-activations, so they are ex
 | `frozen-split` (the uniform rule of AttnLRP) | φ(z)/z, the same | c_u = φ(g)/2, c_g = u·φ(g)/(2g) |
 | `frozen-tangent` (the Jacobian) | φ'(z) | c_u = φ(g), c_g = u·φ'(g) |
 
-That integrated gradients from a zero baseline through z = Σ_j z_j give exactly z_j·φ(z)/z makes the IG
-decomposition of Kobayashi et al. (2024), the zero-origin ratio of DecompX and the ratio of TensorLens one
-operator for a plain MLP. For gated MLPs they differ; `frozen-integrated-gradients` there is ours: ∂(φ(g)u)/∂u
-integrated along the straight path with u held at its value, the rest assigned to g so that the sum stays exact.
-Where φ(0) ≠ 0 the ratio is (φ(z) − φ(0))/z and φ(0) is bias.
+Integrated gradients from a zero baseline through z = Σ_j z_j give exactly z_j·φ(z)/z. For a plain MLP, the IG
+decomposition of Kobayashi et al. (2024), the zero-origin ratio of DecompX and the ratio of TensorLens are therefore the
+same operator. For gated MLPs they differ; there, `frozen-integrated-gradients` is our own: ∂(φ(g)u)/∂u integrated along
+the straight path with u fixed, and the rest assigned to g so that the sum stays exact. Where φ(0) ≠ 0, the ratio is
+(φ(z) − φ(0))/z, and φ(0) counts as bias.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     FrozenRule = Literal["frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent"]
     """One of `FROZEN_RULES`."""
 else:
-    FrozenRule = Any  # `check_rule` says what is wrong with it
+    FrozenRule = Any  # `check_rule` checks it
 
 FROZEN_RULES: tuple[FrozenRule, ...] = ("frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent")
 """The four rules, in the order of the table above."""
@@ -48,18 +48,18 @@ OLD_RULES = {
     "split": "frozen-split",
     "tangent": "frozen-tangent",
 }
-"""What the argument `activation` called them, before it was `rule`."""
+"""Their former names, as values of the former argument `activation`."""
 
 ONCE_ACTIVATION = {"activation": ("rule", OLD_RULES)}
-"""For `tensorlens_tl._arguments.formerly`."""
+"""Renamings for `tensorlens_tl._arguments.formerly`."""
 
 QUADRATURE_POINTS = 32
-"""Gauss–Legendre points of ∫₀¹ φ(αg) dα; beyond 32 the change is below 1e-9 for |g| < 8 and smooth φ."""
+"""Gauss–Legendre points for ∫₀¹ φ(αg) dα; more change it by less than 1e-9 for |g| < 8 and smooth φ."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """``φ(z) = through·z + rest``, or gated ``φ(g)·u = through·u + gate·g + rest``; None stands for zero.
+    """``φ(z) = through·z + rest`` or, gated, ``φ(g)·u = through·u + gate·g + rest``; None stands for zero.
 
     >>> from tensorlens_tl.models.activations import coefficients
     >>> z = torch.tensor([[[2.0, -1.0, 0.0]]])
@@ -73,19 +73,19 @@ class Coefficients:
     rest: Float[Tensor, "batch pos d_mlp"] | None = None
 
     def offset(self, after: Float[Tensor, "d_mlp"] | None) -> Float[Tensor, "batch pos d_mlp"] | None:
-        """What is added besides, together with what the model adds to the product (`after`); None for nothing."""
+        """Return the constant part: `rest`, and `after`, which the model adds to the product; None for nothing."""
         if after is None:
             return self.rest
         return plus(after.expand_as(self.through), self.rest)
 
 
 def check_rule(rule: str) -> FrozenRule:
-    """The rule itself; raises `InvalidInputError` unless it is one of `FROZEN_RULES`."""
+    """Return the rule; raise `InvalidInputError` unless it is one of `FROZEN_RULES`."""
     for known in FROZEN_RULES:
         if rule == known:
             return known
     raise InvalidInputError(
-        f"rule={rule!r}: what is read from weights has a rule of the frozen model; use one of "
+        f"rule={rule!r}: scores computed from weights need a rule of the frozen model; use one of "
         f"{', '.join(map(repr, FROZEN_RULES))}.{nearest(rule, FROZEN_RULES, OLD_RULES)}"
     )
 
@@ -97,11 +97,11 @@ def coefficients(
     rule: FrozenRule = "frozen",
     psi: Activation | None = None,
 ) -> Coefficients:
-    """Return the coefficients of a rule (table above) at pre-activations: z of a plain MLP; g, with `linear` u, of a
-    gated one.
+    """Return a rule's coefficients (table above) at pre-activations: z for a plain MLP; g, with `linear` u, for a gated
+    one.
 
-    `psi` belongs to an MLP φ(g)·ψ(u) (gpt-oss clamps u and adds 1): the rule is applied at ψ(u), and ψ(u) is written by
-    its own ratio (``frozen-tangent``: by its derivative). An unknown rule raises `InvalidInputError`.
+    `psi` is for MLPs φ(g)·ψ(u), as in gpt-oss, which clamps u and adds 1: the rule is applied at ψ(u), and ψ(u) itself
+    is linearised by its own ratio (``frozen-tangent``: its derivative). An unknown rule raises `InvalidInputError`.
     """
     check_rule(rule)
     if psi is not None and linear is not None:
@@ -130,7 +130,7 @@ def coefficients(
 
 
 def _at_zero(phi: Activation, z: Tensor) -> Tensor | None:
-    """φ(0) for every entry, or None where it is 0."""
+    """Return φ(0) for every entry, or None if it is 0."""
     at_zero = phi(z.new_zeros(()))
     if at_zero == 0:
         return None
@@ -138,13 +138,13 @@ def _at_zero(phi: Activation, z: Tensor) -> Tensor | None:
 
 
 def ratio(phi: Activation, z: Tensor) -> Tensor:
-    """(φ(z) − φ(0))/z elementwise, φ'(0) at z = 0 (½ for GELU and SiLU, 0 for ReLU)."""
+    """Return (φ(z) − φ(0))/z elementwise, φ'(0) at z = 0 (½ for GELU and SiLU, 0 for ReLU)."""
     return _quotient(phi, z, plus(phi(z), maybe(torch.neg, _at_zero(phi, z))), share=1.0)
 
 
 def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Tensor:
-    """``numerator / z``, and its limit ``share·φ'(0)`` where z is too small to divide by."""
-    if z.dtype == torch.float16:  # its smallest numbers are not small: a ReLU would lose what it passes on there
+    """Return ``numerator / z``, or its limit ``share·φ'(0)`` where z is too small to divide by."""
+    if z.dtype == torch.float16:  # its smallest numbers are not negligible: with a ReLU, the limit would drop them
         return _quotient(phi, z.float(), numerator.float(), share).to(z.dtype)
     # Below this |z| the quotient loses digits (denormals, or cancellation where φ(0) ≠ 0), while the limit is
     # exact to rounding once multiplied by z again.
@@ -158,14 +158,14 @@ def _quotient(phi: Activation, z: Tensor, numerator: Tensor, share: float) -> Te
 
 
 def derivative(phi: Activation, z: Tensor) -> Tensor:
-    """φ'(z) elementwise, by autograd; works inside ``torch.no_grad`` and inference mode."""
+    """Return φ'(z) elementwise by autograd, which also works inside ``torch.no_grad`` and inference mode."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf = z.detach().clone().requires_grad_(True)
         return torch.autograd.grad(phi(leaf).sum(), leaf)[0]
 
 
 def path_mean(phi: Activation, g: Tensor) -> Tensor:
-    """∫₀¹ φ(αg) dα elementwise, by Gauss–Legendre quadrature."""
+    """Return ∫₀¹ φ(αg) dα elementwise by Gauss–Legendre quadrature."""
     total = torch.zeros_like(g)
     for node, weight in zip(*_gauss_legendre(QUADRATURE_POINTS), strict=True):
         total += weight * phi(node * g)
@@ -174,13 +174,13 @@ def path_mean(phi: Activation, g: Tensor) -> Tensor:
 
 @cache
 def _gauss_legendre(points: int) -> tuple[list[float], list[float]]:
-    """Nodes and weights on [0, 1]."""
+    """Return nodes and weights on [0, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(points)
     return ((nodes + 1) / 2).tolist(), (weights / 2).tolist()
 
 
 def is_elementwise(phi: Activation, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """True if φ treats each channel on its own (SoLU's softmax, for one, does not)."""
+    """Whether φ treats each channel separately (unlike SoLU's softmax, for example)."""
     probe = torch.linspace(-2.0, 2.0, 8, dtype=torch.float32).to(device=device, dtype=dtype)
     rtol = max(1e-3, 4 * torch.finfo(dtype).eps)
     return bool(torch.allclose(phi(probe[None]), phi(probe[:, None]).T, rtol=rtol, atol=1e-4))
@@ -189,16 +189,15 @@ def is_elementwise(phi: Activation, dtype: torch.dtype, device: torch.device | s
 # ------------------------------------------------------------------ in one kernel
 
 GELU_TANH = ("gelu_new", "NewGELUActivation")
-"""GELU's tanh form as TransformerLens and transformers write it: a function and a module, by name."""
+"""GELU's tanh form in TransformerLens (a function) and transformers (a module), by name."""
 
 LIBRARIES = ("transformer_lens.", "transformers.")
 
 
 def in_one_kernel(phi: Activation, dtype: torch.dtype) -> Activation:
-    """Return torch's own kernel for GELU's tanh form, four times as fast; any other function, or in half precision,
-    itself.
+    """Return torch's own kernel for GELU's tanh form, which is four times as fast; any other function unchanged.
 
-    In half precision the composite rounds after each operation, and the kernel once.
+    Half precision is left unchanged too, where the composite rounds after each operation and the kernel only once.
     """
     if dtype not in (torch.float32, torch.float64) or not _is_written_out(phi):
         return phi
@@ -206,7 +205,7 @@ def in_one_kernel(phi: Activation, dtype: torch.dtype) -> Activation:
 
 
 def _is_written_out(phi: Any) -> bool:
-    """True if it is the libraries' GELU, with nothing of anybody else's on it or in its place."""
+    """Whether it is the libraries' own GELU, without hooks or replacements."""
     if not isinstance(phi, nn.Module):
         return _is_of_libraries(phi) and phi.__name__ in GELU_TANH
     is_unchanged = "forward" not in vars(phi) and not phi._forward_hooks and not phi._forward_pre_hooks
@@ -214,5 +213,5 @@ def _is_written_out(phi: Any) -> bool:
 
 
 def _is_of_libraries(function: Any) -> bool:
-    """True if a function was written in one of them."""
+    """Whether a function is defined in one of the libraries."""
     return hasattr(function, "__name__") and (function.__module__ or "").startswith(LIBRARIES)

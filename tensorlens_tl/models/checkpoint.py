@@ -1,16 +1,16 @@
-"""Which weights of a model did its checkpoint not have?
+"""Finding weights that a model's checkpoint did not contain.
 
-Hugging Face fills a head that a checkpoint lacks with random numbers, and says so in a line of its log. Afterwards the
-model itself still shows it: transformers marks every parameter that it reads from a checkpoint (and every one tied to
-such a parameter), and marks every module that it has initialised. A parameter without the mark in a module with it,
-which was written to exactly once, is what initialisation left there. Where the checkpoint itself is still at hand (its
-folder, or the hub's cache), a weight whose numbers are in it is none: embeddings that were resized look the same.
+Hugging Face fills a head that a checkpoint lacks with random numbers, mentioning it only in its log. The model itself
+still shows it afterwards, since transformers marks every parameter that it reads from a checkpoint (and every one tied
+to such a parameter), and every module that it initialises. An unmarked parameter in a marked module that was written to
+exactly once comes from initialisation. If the checkpoint is still available (its folder, or the hub's cache), a weight
+whose numbers it contains does not count: resized embeddings would otherwise look the same.
 
-What cannot be known, and is then not claimed: HookedTransformers and HookedEncoders, whose weights are copies; models
+Nothing is claimed where this cannot be known: HookedTransformers and HookedEncoders, whose weights are copies; models
 made from a config alone, or copied (`copy.deepcopy`); weights that were replaced since (a Bridge in compatibility mode,
-offloaded weights); and weights that someone has written to since. Writes through ``.data`` are not counted by torch.
+offloaded weights); and weights that were written to since. torch does not count writes through ``.data``.
 
-What a classifier of text, booted as a model whose logits are its classes, knows besides its weights.
+Also: what a text classifier needs besides its weights when it is booted as a model whose logits are its classes.
 """
 
 import json
@@ -28,20 +28,20 @@ from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UntrainedWarning, warn_caller
 
 ATTRIBUTE = "tensorlens_classes"
-"""What `Classes` are called in the Hugging Face model that a Bridge wraps."""
+"""The attribute that holds `Classes` in the Hugging Face model that a Bridge wraps."""
 
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that take the place of tokens in a model's logits.
+    """The classes that replace tokens in a classifier's logits.
 
     Attributes:
-        classifier: transformers' class of the classifier.
-        labels: their names.
-        at_first: whether they are read at a prompt's first token ([CLS]); else at its last, or at any.
-        exclude: whether answers exclude each other, so that the first choice is compared with the runner-up.
-        padding: the token that a prompt must not end in: the classifier reads the last token that is another.
-        renamed: the checkpoint's name of each module of the head.
+        classifier: the transformers class of the classifier.
+        labels: the names of the classes.
+        at_first: whether they are read at a prompt's first token ([CLS]); otherwise at its last, or at any.
+        exclude: whether the classes are mutually exclusive, so that the first choice is compared with the runner-up.
+        padding: the token a prompt must not end in, since the classifier reads the last token that differs from it.
+        renamed: the checkpoint's name for each module of the head.
     """
 
     classifier: str
@@ -52,15 +52,15 @@ class Classes:
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def name_of(self, weight: str) -> str:
-        """A weight of the wrapped model by the name that the checkpoint has for it."""
+        """Return the checkpoint's name for a weight of the wrapped model."""
         module, _, name = weight.rpartition(".")
         return f"{self.renamed[module]}.{name}" if module in self.renamed else weight
 
 
 class ClassScores(nn.Module):
-    """The head of an encoder's classifier, at every position: ``φ(x·W + b)`` where there is a pooler, then linear.
+    """The head of an encoder's classifier, applied at every position: ``φ(x·W + b)`` if it has a pooler, then linear.
 
-    `seq_relationship` is the linear layer: TransformerLens looks for this name, and takes it as the unembedding.
+    The linear layer is called `seq_relationship` because TransformerLens looks for that name as the unembedding.
     """
 
     def __init__(self, dense: nn.Module | None, act: nn.Module | None, linear: nn.Module):
@@ -70,57 +70,57 @@ class ClassScores(nn.Module):
         self.seq_relationship = linear
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The logits of the classes, `[batch, pos, class]`."""
+        """Return the logits of the classes, `[batch, pos, class]`."""
         if self.dense is not None and self.act is not None:
             hidden = self.act(self.dense(hidden))
         return self.seq_relationship(hidden)
 
 
 def name_classes(language: Any, classes: Classes) -> None:
-    """Say what the logits of a Hugging Face model are, before a Bridge wraps it."""
+    """Record which classes a Hugging Face model's logits stand for, before a Bridge wraps it."""
     setattr(language, ATTRIBUTE, classes)
 
 
 def classes_of(model: Any) -> Classes | None:
-    """The classes of a model that `load_classifier` booted; None of any other."""
+    """Return the classes of a model booted by `load_classifier`; None for other models."""
     return getattr(getattr(model, "original_model", None), ATTRIBUTE, None)
 
 
 def class_scores(model: Any) -> ClassScores | None:
-    """The head of an encoder's classifier that a Bridge holds, where it has a pooler."""
+    """Return the classifier head that a Bridge wraps, if it has a pooler."""
     head = getattr(getattr(model, "original_model", None), "cls", None)
     return head if isinstance(head, ClassScores) and head.dense is not None else None
 
 
 LOADED = "_is_hf_initialized"
-"""transformers' mark: of a parameter, read from a checkpoint; of a module, initialised or read."""
+"""transformers' mark: on a parameter, that it was read from a checkpoint; on a module, initialised or read."""
 
 WRAPPER = "_original_component."
-"""What a Bridge puts into the names of parameters that it wraps."""
+"""The part that a Bridge inserts into the names of wrapped parameters."""
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""The files of a checkpoint's weights."""
+"""The weight files of a checkpoint."""
 
 HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
-"""Which parts stand between the hidden state and the logits."""
+"""The parts between the hidden state and the logits."""
 
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
-"""How transformers' classes end whose head is no unembedding of tokens."""
+"""Suffixes of transformers classes whose head is not an unembedding of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class Untrained:
-    """The weights that a model's checkpoint lacks, and what depends on them.
+    """Weights that a model's checkpoint lacks, and what depends on them.
 
-    They are random (or zeros and ones), so what they compute is noise.
+    They are random (or zeros and ones), so anything computed with them is noise.
     """
 
     model: Any
 
     @cached_property
     def _weights(self) -> dict[str, nn.Parameter] | None:
-        """Those that initialisation filled, by name; None where the model does not show it (see the module)."""
+        """The newly initialised weights, by name; None if the model does not show them (see the module)."""
         inner = getattr(self.model, "original_model", None)
         if inner is None or not any(_is_loaded(weight) for weight in inner.parameters()):
             return None
@@ -133,12 +133,12 @@ class Untrained:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """All of them, by Hugging Face's names; None where the model does not show it."""
+        """The Hugging Face names of all of them; None if the model does not show them."""
         return maybe(tuple, self._weights)
 
     @cached_property
     def head(self) -> tuple[str, ...]:
-        """Those that stand between the hidden state and the logits."""
+        """Those between the hidden state and the logits."""
         parts: list[str] = [*HEAD_PARTS]
         if hasattr(self.model, "mlm_head"):
             parts.append("ln_final")
@@ -146,28 +146,28 @@ class Untrained:
 
     @cached_property
     def stack(self) -> tuple[str, ...]:
-        """Those that the hidden state itself depends on: of embeddings, blocks and the final norm."""
+        """Those that the hidden state itself depends on: in embeddings, blocks and the final norm."""
         children = [name for name, _ in self.model.named_children() if name != "original_model"]
-        parts = [name for name in children if not name.startswith("_")]  # TransformerLens 4 keeps what it does not run
+        parts = [name for name in children if not name.startswith("_")]  # TransformerLens 4 keeps unused modules there
         head = self.head
         return tuple(name for name in self._inside(parts) if name not in head)
 
     @property
     def has_checkpoint(self) -> bool:
-        """True if the weights that the model was loaded from are at hand: in a folder, or in the hub's cache."""
+        """Whether the checkpoint that the model was loaded from is available, in a folder or in the hub's cache."""
         config = getattr(getattr(self.model, "original_model", None), "config", None)
         return any(_files(config, name) for name in WEIGHTS)
 
     @property
     def classifier(self) -> str | None:
-        """The class of transformers that the checkpoint is of, where that is a classifier and the model is none."""
+        """The class of the checkpoint, if that is a classifier and the model is not."""
         inner = getattr(self.model, "original_model", None)
         classes = getattr(getattr(inner, "config", None), "architectures", None) or ()
         named = (name for name in classes if name.endswith(CLASSIFIERS) and name != type(inner).__name__)
         return next(named, None)
 
     def noise(self, *, logits: bool) -> str | None:
-        """Say why the logits (or else the hidden state) are noise; None where nothing is known against them."""
+        """Return why the logits (or the hidden state) are noise; None if there is no evidence that they are."""
         missing = self.stack
         if logits:
             missing += self.head
@@ -186,7 +186,7 @@ class Untrained:
         return f"its checkpoint does not have {some_of(missing)}; these are newly initialised, and {what}."
 
     def warn(self, *, logits: bool) -> None:
-        """Say (`UntrainedWarning`) where numbers of this model are noise; see `noise`."""
+        """Warn (`UntrainedWarning`) if numbers of this model are noise; see `noise`."""
         why = self.noise(logits=logits)
         if why is not None:
             warn_caller(f"{type(self.model).__name__}: {why}", UntrainedWarning)
@@ -200,7 +200,7 @@ class Untrained:
 
 
 def some_of(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and say how many more there are."""
     listed = ", ".join(names[:most])
     if len(names) > most:
         return f"{listed} and {len(names) - most} more"
@@ -209,11 +209,11 @@ def some_of(names: Sequence[str], most: int = 4) -> str:
 
 def _initialised(inner: Any) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, module in inner.named_modules():
-        if not vars(module).get(LOADED, False):  # put in by somebody else: a Bridge, an adapter
+        if not vars(module).get(LOADED, False):  # inserted by another library: a Bridge, an adapter
             continue
         weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
         fresh = {name: weight for name, weight in weights.items() if _is_fresh(weight)}
-        added = len(fresh) < len(weights) and set(fresh) == {"bias"}  # a Bridge gives an unembedding zeros as its bias
+        added = len(fresh) < len(weights) and set(fresh) == {"bias"}  # a Bridge gives an unembedding a zero bias
         if added or not all(map(_is_plain, fresh.values())):
             continue
         if any(_was_read(inner.config, weight) for weight in fresh.values()):
@@ -227,21 +227,21 @@ def _is_loaded(weight: nn.Parameter) -> bool:
 
 
 def _is_fresh(weight: nn.Parameter) -> bool:
-    """True if it was initialised and not written to since, as far as torch counts writes."""
+    """Whether it was initialised and, as far as torch counts writes, not written to since."""
     if _is_loaded(weight) or weight.is_meta or weight.is_inference():
         return False
     return weight._version == 1
 
 
 def _is_plain(weight: nn.Parameter) -> bool:
-    """True if a bias or a norm's gain has one number everywhere, as after initialisation; of matrices, always."""
+    """Whether a bias or gain is constant, as after initialisation; always true for matrices."""
     return weight.ndim > 1 or bool((weight == weight[:1]).all())
 
 
 def _was_read(config: Any, weight: nn.Parameter) -> bool:
-    """True if a matrix of the checkpoint begins with the same row as this one.
+    """Whether some matrix of the checkpoint has the same first row as this one.
 
-    Numbers are compared, as checkpoints and models name weights differently.
+    Numbers are compared because checkpoints and models name weights differently.
     """
     if weight.ndim < 2:
         return False
@@ -251,7 +251,7 @@ def _was_read(config: Any, weight: nn.Parameter) -> bool:
 
 
 def _first_rows(config: Any) -> Iterator[Tensor]:
-    """The first row of every weight in the checkpoint that a config was read with; nothing where it is not at hand."""
+    """Yield the first row of every weight in a config's checkpoint; nothing if it is not available."""
     from safetensors import safe_open
 
     for file in _files(config, WEIGHTS[0]):
@@ -266,7 +266,7 @@ def _first_rows(config: Any) -> Iterator[Tensor]:
 
 
 def _files(config: Any, name: str) -> list[Path]:
-    """The files of a checkpoint, whole or in shards."""
+    """Return the files of a checkpoint, which may be in shards."""
     index = _file(config, f"{name}.index.json")
     names = [name]
     if index is not None:
@@ -276,7 +276,7 @@ def _files(config: Any, name: str) -> list[Path]:
 
 
 def _file(config: Any, name: str) -> Path | None:
-    """A file of the folder that a config was read from, or of the hub's cache; never from the network."""
+    """Return a file from the config's folder or the hub's cache; never downloads."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -291,4 +291,4 @@ def _file(config: Any, name: str) -> Path | None:
             return None
     if isinstance(file, str) and Path(file).is_file():
         return Path(file)
-    return None  # or the cache knows that there is no such file
+    return None  # the cache may also record that the file does not exist

@@ -1,13 +1,13 @@
-"""One reading of any sparse dictionary: an autoencoder of a stream, or a transcoder from one place to another.
+"""Reading any sparse dictionary: an autoencoder of one activation, or a transcoder from one hook point to another.
 
-A dictionary is any object with ``W_enc`` `[d_in, feature]` and ``W_dec`` `[feature, d_out]`, by its own names or
-SAELens'. With the active features held (and the scale, where it normalises what it reads), it is affine:
+A dictionary is any object with ``W_enc`` `[d_in, feature]` and ``W_dec`` `[feature, d_out]`, under its own or SAELens'
+names. With the set of active features fixed (and the scale, if it normalises its input), it is affine:
 
     f_i = ⟨W_enc_i, n(x)⟩ + b_enc_i     for active i, 0 for all others
     x̂   = s · (Σ_i f_i · W_dec_i + b_dec)  (+ the mean that n takes away, + x·W_skip)
 
-The active set is the dictionary's own, whatever chooses it: ReLU, JumpReLU and TopK differ in nothing else. What is
-read is compared with the object's own `encode` and `decode`, where it has them, and refused where it differs.
+The active set is the dictionary's own, whatever chooses it; ReLU, JumpReLU and TopK differ in nothing else. The reading
+is compared with the object's own `encode` and `decode`, if it has them, and rejected if they disagree.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,29 +24,29 @@ from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.algebra.numerics import centred, maybe, plus, relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 
-# ------------------------------------------------------------------ what an object says of itself
+# ------------------------------------------------------------------ an object's own description
 
 
 def setting(source: Any, name: str) -> Any:
-    """What an object, its configuration or its metadata says, in this order; None where none does."""
+    """Return a setting from an object, its configuration or its metadata, in this order; None if none has it."""
     values = (entry(holder, name) for holder in holders(source))
     return next((value for value in values if value is not None), None)
 
 
 def holders(source: Any) -> list[Any]:
-    """An object, its configuration and its metadata."""
+    """Return an object, its configuration and its metadata."""
     configurations = [part for name in ("cfg", "config") if (part := entry(source, name)) is not None]
     metadata = [entry(holder, "metadata") for holder in (source, *configurations)]
     return [source, *configurations, *(part for part in metadata if part is not None)]
 
 
 def entry(holder: Any, name: str) -> Any:
-    """An item of a mapping, or an attribute of an object; None where it is missing."""
+    """Return an item of a mapping or an attribute of an object; None if it is missing."""
     return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
 
 
 def attributes_of(holder: Any) -> dict[str, Any]:
-    """What an object says of itself that is no method: its attributes, a module's weights and parts, its class's."""
+    """Return an object's attributes other than methods: its own, a module's weights and submodules, and its class's."""
     if isinstance(holder, Mapping):
         return dict(holder)
     attributes = dict[str, Any]()
@@ -68,7 +68,7 @@ def attributes_of(holder: Any) -> dict[str, Any]:
 
 
 def says_nothing(value: Any) -> bool:
-    """True if a value stands for something absent."""
+    """Whether a value stands for something absent."""
     if isinstance(value, Tensor):
         return False
     if value is None or value is False or value == "none":
@@ -81,7 +81,7 @@ def says_nothing(value: Any) -> bool:
 ACTIVATIONS = (
     "activation_fn", "activation_fn_str", "activation", "activation_function", "act_fn", "nonlinearity", "architecture",
 )  # fmt: skip
-"""Attributes that name an activation, or are one."""
+"""Attributes that name an activation, or hold one."""
 
 KNOWN_ACTIVATIONS = ("relu", "jumprelu", "topk", "standard", "transcoder", "skip_transcoder")
 
@@ -90,7 +90,7 @@ READ = {
     "apply_b_dec_to_input", "normalize_activations", "rescale_acts_by_decoder_norm", "cfg", "config", "metadata",
     "hook_name", "hook_name_out", "model_name", *ACTIVATIONS,
 }  # fmt: skip
-"""What is read of an object, its configuration and its metadata."""
+"""Attributes of an object, its configuration or its metadata that are read."""
 
 WITHOUT_INFLUENCE = {
     "d_in", "d_out", "d_sae", "d_model", "d_hidden", "dict_size", "n_features", "dtype", "device", "training", "name",
@@ -102,13 +102,13 @@ WITHOUT_INFLUENCE = {
     "scale_sparsity_penalty_by_decoder_norm", "jumprelu_init_threshold", "jumprelu_bandwidth", "aux_loss_coefficient",
     "sequence_separator_token", "disable_concat_sequences",
 }  # fmt: skip
-"""What SAELens and others say besides: shapes, where it came from, how it was trained."""
+"""Other attributes in SAELens and similar libraries, which may be ignored: shapes, origin, training."""
 
 
 def k_of_topk(source: Any, features: int, what: str) -> int | None:
-    """The k of TopK; without `encode`, which shows what an object does, refuses whatever else could be meant."""
+    """Return the k of TopK, or None; without `encode` to compare with, raise for anything ambiguous."""
     activations = {name: value for name in ACTIVATIONS if (value := setting(source, name)) is not None}
-    if isinstance(architecture := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method
+    if isinstance(architecture := activations.get("architecture"), MethodType):  # a method in SAELens 6
         activations["architecture"] = architecture()
     k = _number_of_features(source, activations)
     if k is not None:
@@ -124,7 +124,7 @@ def k_of_topk(source: Any, features: int, what: str) -> int | None:
 
 
 def _number_of_features(source: Any, activations: Mapping[str, Any]) -> Any:
-    """The k that an object says, or its activation; SAELens up to 5 keeps it among the arguments of "topk"."""
+    """Return the k of an object or of its activation; SAELens up to 5 keeps it among the arguments of "topk"."""
     if (k := setting(source, "k")) is not None:
         return k
     for activation in activations.values():
@@ -140,13 +140,13 @@ def _activation_name(activation: Any) -> str:
 
 
 def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, features: int, what: str) -> None:
-    """Refuse a dictionary without `encode` that has, or says, what might change its features."""
-    show = "Give the object an encode(x) method: what it does is then measured."
+    """Raise for a dictionary without `encode` that has, or states, anything that might change its features."""
+    show = "Give the object an encode(x) method, so that its output can be compared."
     threshold = setting(source, "threshold")
     for name, activation in activations.items():
         if (named := _activation_name(activation).lower()) not in KNOWN_ACTIVATIONS:
             raise InvalidInputError(
-                f"{what}.{name} is {_activation_name(activation)}; only ReLU, JumpReLU and TopK are read. {show}"
+                f"{what}.{name} is {_activation_name(activation)}; only ReLU, JumpReLU and TopK are supported. {show}"
             )
         for kind, needed, value in (("topk", "k", k), ("jumprelu", "threshold", threshold)):
             if named == kind and value is None:
@@ -155,7 +155,7 @@ def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, 
             _check_activation(activation, k, features, f"{what}.{name}")
     others = [name for name in setting(source, "activation_fn_kwargs") or {} if name != "k"]
     if others:
-        raise InvalidInputError(f"{what}.activation_fn_kwargs has {others[0]}, which is not read. {show}")
+        raise InvalidInputError(f"{what}.activation_fn_kwargs has {others[0]}, which is not supported. {show}")
     if k is not None and threshold is not None:
         raise InvalidInputError(f"{what} has both k and threshold: which features are active is not clear. {show}")
     names = [_activation_name(activation).lower() for activation in activations.values()]
@@ -166,7 +166,7 @@ def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, 
         for name, value in attributes_of(holder).items():
             if name not in known and not says_nothing(value):
                 raise InvalidInputError(
-                    f"{what} has {name}, which is not read. {show} If it has no influence on features, leave it out."
+                    f"{what} has {name}, which is not supported. {show} If it does not affect features, remove it."
                 )
 
 
@@ -182,7 +182,7 @@ def _check_activation(function: Any, k: int | None, features: int, name: str) ->
     with torch.no_grad():
         output = function(before.clone())
     if not isinstance(output, Tensor) or not torch.allclose(output.float(), expected):
-        raise InvalidInputError(f"{name} gives something else than {what} on random numbers; only these are read.")
+        raise InvalidInputError(f"{name} differs from {what} on random numbers; nothing else is supported.")
 
 
 # ------------------------------------------------------------------ the weights
@@ -192,7 +192,7 @@ CHUNK_BYTES = 64 * 2**20
 
 
 class Normalised(NamedTuple):
-    """How one dictionary normalises the vectors of one pass, `[*any, 1]` each."""
+    """How a dictionary normalises the vectors of a pass, `[*any, 1]` each."""
 
     divided_by: Float[Tensor, "*any 1"]
     multiplied_by: Float[Tensor, "*any 1"]
@@ -200,8 +200,7 @@ class Normalised(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The active features of some tokens: `where` `[active, 2]` (token, feature), `values`, and the reconstruction
-    `decoded`."""
+    """Active features of tokens: `where` `[active, 2]` (token, feature), their `values`, and the output `decoded`."""
 
     where: Int[Tensor, "active 2"]
     values: Float[Tensor, "active"]
@@ -210,16 +209,16 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DictionaryWeights:
-    """A sparse dictionary, as its weights say. `read_dictionary` returns it.
+    """The weights of a sparse dictionary, from `read_dictionary`.
 
     Attributes:
-        b_enc: with ``−b_dec·W_enc`` inside, where the dictionary subtracts b_dec from what it reads.
-        threshold: of JumpReLU, or None.
-        k: of TopK, or None.
+        b_enc: including ``−b_dec·W_enc`` if the dictionary subtracts b_dec from its input.
+        threshold: for JumpReLU, or None.
+        k: for TopK, or None.
         normalise: one of `NORMALISED`, or None.
-        W_skip: of a skip transcoder, `[d_in, d_out]`, or None.
+        W_skip: the matrix of a skip transcoder, `[d_in, d_out]`, or None.
         source: the object it was read from.
-        hook, hook_out, model_name: what the object says about where it belongs, or None.
+        hook, hook_out, model_name: where the object says it belongs, or None.
     """
 
     W_enc: Float[Tensor, "d_in feature"]
@@ -238,16 +237,16 @@ class DictionaryWeights:
 
     @property
     def name(self) -> str:
-        """Its class, for messages."""
+        """Its class name, for messages."""
         return type(self.source).__name__
 
     @property
     def features(self) -> int:
-        """How many features it has."""
+        """The number of features."""
         return self.W_enc.shape[1]
 
     def normalised(self, x: Float[Tensor, "*any d_in"]) -> Normalised | None:
-        """By what it divides vectors, and multiplies its reconstruction of them; None where it does neither."""
+        """Return the factors by which it divides its input and multiplies its output; None if it does neither."""
         if self.normalise is None:
             return None
         if self.normalise == "layer_norm":
@@ -256,19 +255,19 @@ class DictionaryWeights:
         else:
             norm = x.norm(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
             scales = Normalised(norm, norm, centred=False)
-        if self.transcodes:  # its output is another hook point's: SAELens does not scale it
+        if self.transcodes:  # its output belongs to another hook point, and SAELens does not scale it
             return scales._replace(multiplied_by=torch.ones_like(scales.multiplied_by))
         return scales
 
     def reads(self, x: Float[Tensor, "*any d_in"]) -> Float[Tensor, "*any d_in"]:
-        """What its encoder is given: the vectors, normalised where it does so."""
+        """Return the encoder's input: the vectors, normalised if it does so."""
         how = self.normalised(x)
         if how is None:
             return x
         return centred(x, how.centred) / how.divided_by
 
     def beside(self, x: Float[Tensor, "*any d_in"]) -> dict[str, Float[Tensor, "*any d_out"]]:
-        """What it gives besides its features and b_dec, by name."""
+        """Return the parts of its output other than features and b_dec, by name."""
         scales = self.normalised(x)
         parts = {}
         if scales is not None and scales.centred and not self.transcodes:
@@ -278,14 +277,14 @@ class DictionaryWeights:
         return parts
 
     def encode(self, x: Float[Tensor, "token d_in"], tolerance: float) -> Encoded:
-        """Its active features for some vectors, and the reconstruction, compared with what the object itself gives.
+        """Return the active features of some vectors and the reconstruction, compared with the object's own output.
 
         Args:
             x: in the dictionary's dtype and on its device.
             tolerance: the largest relative error.
 
         Raises:
-            InvalidInputError: the object's own features or reconstruction are others than those of its weights.
+            InvalidInputError: the object's own features or reconstruction differ from those of its weights.
         """
         chunks = [self._encoded(part, start, tolerance) for start, part in self._chunks(x)]
         return Encoded(*(torch.cat(column) for column in zip(*chunks, strict=True)))
@@ -311,7 +310,7 @@ class DictionaryWeights:
         beside = self.beside(x)
         if expected is not None:
             self._check("encode", features, expected, tolerance)
-        if decoded is not None:  # a skip transcoder's decode leaves the skip out
+        if decoded is not None:  # a skip transcoder's decode omits the skip
             self._check("decode", output + beside.get("input mean", 0), decoded, tolerance)
         for part in beside.values():
             output = output + part
@@ -335,23 +334,23 @@ class DictionaryWeights:
         return active
 
     def _check(self, what: str, ours: Tensor, expected: Tensor, tolerance: float) -> None:
-        # over all vectors together: at one of them nothing may be active
+        # compared over all vectors together, since a single one may have no active features
         error = relative_error(ours.flatten(), expected.flatten())
         if not error <= tolerance:
             raise InvalidInputError(
-                f"dictionary: {self.name}.{what} gives something else than its weights say (relative error "
-                f"{error:.1e}). Only dictionaries whose features are ⟨W_enc, x⟩ + b_enc where they "
-                "are active (ReLU, JumpReLU, TopK) and whose reconstruction is features·W_dec + b_dec are read."
+                f"dictionary: {self.name}.{what} differs from the output of its weights (relative error "
+                f"{error:.1e}). Only dictionaries with active features ⟨W_enc, x⟩ + b_enc "
+                "(ReLU, JumpReLU, TopK) and the reconstruction features·W_dec + b_dec are supported."
             )
 
     def subtracting_b_dec(self) -> "DictionaryWeights":
-        """The same with b_dec taken from what it reads."""
+        """Return the dictionary with b_dec subtracted from its input."""
         return replace(self, b_enc=self.b_enc - self.b_dec @ self.W_enc)
 
     def fitting(self, x: Float[Tensor, "token d_in"]) -> "DictionaryWeights":
-        """The same, or with b_dec taken from what it reads: where the object does not say which, its `encode` shows.
+        """Return the dictionary, with b_dec subtracted from its input if its `encode` shows so.
 
-        Without `encode`, b_dec is not taken away.
+        Used if the object does not say which; without `encode`, b_dec is not subtracted.
         """
         stated = setting(self.source, "apply_b_dec_to_input") is not None
         undecidable = not callable(getattr(self.source, "encode", None))
@@ -362,7 +361,7 @@ class DictionaryWeights:
         return min((self, self.subtracting_b_dec()), key=lambda read: read._misfit(x[:64]))
 
     def _misfit(self, x: Float[Tensor, "token d_in"]) -> float:
-        """How far the features of some tokens are from those that the object gives: the median token's error."""
+        """Return how far the features of some tokens are from the object's own, as the median relative error."""
         with torch.no_grad():
             expected, _ = features_and_reconstruction(self.source, x)
         ours = (self.reads(x) @ self.W_enc + self.b_enc) * (expected != 0)
@@ -371,7 +370,7 @@ class DictionaryWeights:
 
 
 def features_and_reconstruction(source: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What an object's `encode` and `decode` give, in this order: a scale may pass from one to the other."""
+    """Return the outputs of an object's `encode` and `decode`, called in this order since they may share a scale."""
     features = source.encode(x)
     if isinstance(features, Tensor) and features.is_sparse:
         features = features.to_dense()
@@ -387,7 +386,7 @@ def features_and_reconstruction(source: Any, x: Tensor) -> tuple[Tensor, Tensor 
 
 
 def is_callable(source: Any) -> bool:
-    """True if an object can be called with vectors."""
+    """Whether an object can be called with vectors."""
     if isinstance(source, nn.Module):
         return type(source).forward is not nn.Module.forward
     return callable(source)
@@ -396,34 +395,34 @@ def is_callable(source: Any) -> bool:
 # ------------------------------------------------------------------ a dictionary read from its object
 
 NORMALISED = ("layer_norm", "constant_norm_rescale")
-"""How SAELens' dictionaries may normalise each vector they read (`cfg.normalize_activations`)."""
+"""How SAELens dictionaries may normalise each input vector (`cfg.normalize_activations`)."""
 
 FOLDED = ("none", "expected_average_only_in", "covariance_whitening")
-"""Ways that are part of the weights once training has ended, or are none."""
+"""Normalisations that are folded into the weights after training, or that do nothing."""
 
 GATED = ("r_mag", "b_gate", "W_gate", "gate_bias")
 
 
 def read_dictionary(source: Any, *, transcodes: bool | None = None) -> DictionaryWeights:
-    """The weights of a sparse dictionary, checked.
+    """Read and check the weights of a sparse dictionary.
 
     Args:
-        source: an object with `W_enc` and `W_dec`; `b_enc`, `b_dec`, `threshold` and `k` are zero or absent where it
-            has none. A configuration at `cfg` (or `config`) may say more, as SAELens' does: `apply_b_dec_to_input`,
+        source: an object with `W_enc` and `W_dec`, and optionally `b_enc`, `b_dec`, `threshold` and `k`. A
+            configuration at `cfg` (or `config`) may add settings, as in SAELens: `apply_b_dec_to_input`,
             `normalize_activations`, `rescale_acts_by_decoder_norm`, `metadata`; and, up to SAELens 5, `architecture`,
             `activation_fn_str`, `activation_fn_kwargs`, `finetuning_scaling_factor`.
-        transcodes: whether it reads one place and reconstructs another; None takes what its metadata says.
+        transcodes: whether it reads one hook point and reconstructs another; None takes what its metadata say.
 
     Raises:
-        InvalidInputError: no dictionary, a weight missing or of a wrong shape, a gated one, a normalisation or
-            activation that is not known; of an object without `encode`, anything that is not read, by name.
+        InvalidInputError: not a dictionary, a weight missing or of a wrong shape, a gated one, an unknown normalisation
+            or activation; or, without `encode`, any setting that is not understood.
         NumericalError: weights that are not finite.
     """
     what = f"dictionary: {type(source).__name__}"
     if gates := [name for name in GATED if getattr(source, name, None) is not None]:
         raise InvalidInputError(
-            f"{what} is gated ({gates[0]}): whether a feature is active and what it is worth come from different "
-            "pre-activations. Only ReLU, JumpReLU and TopK are read."
+            f"{what} is gated ({gates[0]}): a feature's value and whether it is active come from different "
+            "pre-activations. Only ReLU, JumpReLU and TopK are supported."
         )
     W_enc = _weight(source, "W_enc", what)
     W_dec = _weight(source, "W_dec", what)
@@ -467,7 +466,7 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
     if setting(source, "rescale_acts_by_decoder_norm"):
         norms = W_dec.norm(dim=1)
         read = replace(read, W_enc=W_enc * norms, b_enc=read.b_enc * norms, W_dec=W_dec / norms[:, None])
-    if scaled is not None:  # it multiplies features where they are decoded, and only there
+    if scaled is not None:  # it multiplies features only where they are decoded
         read = replace(read, W_dec=read.W_dec * scaled[:, None])
     if setting(source, "apply_b_dec_to_input") and not transcodes:
         return read.subtracting_b_dec()
@@ -475,7 +474,7 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
 
 
 def _refuse_other_kinds(W_enc: Tensor, others: dict[str, Tensor | None], what: str) -> None:
-    """Refuse weights of another dtype than W_enc's, or on another device."""
+    """Raise for weights whose dtype or device differs from that of W_enc."""
     for name, weight in others.items():
         if weight is not None and (weight.dtype != W_enc.dtype or weight.device != W_enc.device):
             raise InvalidInputError(
@@ -510,7 +509,7 @@ def _vector(source: Any, name: str, length: int, what: str) -> Tensor | None:
 
 
 def _finetuned(source: Any, features: int, what: str) -> Tensor | None:
-    """By what SAELens up to 5 multiplies features before they are decoded, or None."""
+    """Return the factor that SAELens up to 5 applies to features before decoding, or None."""
     weight = getattr(source, "finetuning_scaling_factor", None)
     if isinstance(weight, Tensor):
         return _vector(source, "finetuning_scaling_factor", features, what)

@@ -1,10 +1,10 @@
-"""How blocks are put together: every known layout as data, and the one function that composes it.
+"""How blocks are put together: every known layout as data, and one function that composes a block from it.
 
-A sublayer f (attention or MLP) sits between up to three norms: *before* it reads the residual stream,
-*after* it before it is added back, and *outer*, around the sum. A sequential block is
-``outer·(1 + after·f·before)`` for attention and then for the MLP; a parallel block adds both branches to
-the same stream. Candidates for a block are the layouts that use exactly the norms it has; which of them
-it is, is decided by the proof (`tensorlens_tl.passes.proof`), never by the model's name.
+A sublayer f (attention or MLP) has up to three norms: *before*, between the residual stream and its input; *after*,
+between its output and the addition to the stream; and *outer*, around the sum. A sequential block is
+``outer·(1 + after·f·before)`` for attention and then for the MLP; a parallel block adds both branches to the same
+stream. Candidate layouts for a block are those that use exactly the norms it has. The block proof
+(`tensorlens_tl.passes.proof`), never the model's name, decides between them.
 
 | layout | chain (right to left) | seen in |
 | --- | --- | --- |
@@ -14,7 +14,7 @@ it is, is decided by the proof (`tensorlens_tl.passes.proof`), never by the mode
 | sandwich | (1 + N2'·MLP·N2)(1 + N1'·Attn·N1) | Gemma 2/3 |
 | post-only | (1 + N2·MLP)(1 + N1·Attn) | OLMo 2 |
 
-Attention-only blocks are the attention half of any of them.
+Attention-only blocks are the attention half of any of these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Identity, Segment, Sum
 
 @dataclass(frozen=True)
 class Place:
-    """The norms around one sublayer, by name."""
+    """The names of the norms around one sublayer."""
 
     before: str | None = None
     after: str | None = None
@@ -33,13 +33,13 @@ class Place:
 
     @property
     def names(self) -> set[str]:
-        """The norms it uses."""
+        """The norms in use."""
         return {name for name in (self.before, self.after, self.outer) if name}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to put a block together."""
+    """A way to put a block together."""
 
     name: str
     attn: Place
@@ -48,7 +48,7 @@ class Layout:
     cross: Place | None = None
 
     def norm_names(self, has_mlp: bool) -> set[str]:
-        """The norms the whole block uses."""
+        """Return the norms of the whole block."""
         cross = set() if self.cross is None else self.cross.names
         return self.attn.names | cross | (self.mlp.names if has_mlp else set())
 
@@ -75,7 +75,7 @@ LAYOUTS: tuple[Layout, ...] = (
         Place(before="ln3", after="ln3_post"),
         cross=Place(before="ln2", after="ln2_post"),
     ),
-    Layout(  # self- and cross-attention in one softmax: the norm after their sum is one of each
+    Layout(  # self- and cross-attention share one softmax, and one norm follows their sum
         "sandwich",
         Place(before="ln1", after="ln1_post"),
         Place(before="ln2", after="ln2_post"),
@@ -89,7 +89,7 @@ LAYOUTS: tuple[Layout, ...] = (
 class Within:
     """The positions `start:stop` of `length` on which a block of an encoder–decoder acts.
 
-    Of a decoder block `read` is what cross-attention gives each of them, and `out` what writes it.
+    For a decoder block, `read` maps to the input of cross-attention at each of them, and `out` from its output.
     """
 
     start: int
@@ -99,12 +99,12 @@ class Within:
     out: AffineMap | None = None
 
     def __call__(self, inner: AffineMap, *, only: bool = False) -> AffineMap:
-        """A map of this side's positions as one of all positions."""
+        """Extend a map of this side's positions to all positions."""
         return Segment(inner, self.start, self.stop, self.length, only)
 
 
 def candidates(norms: set[str], has_mlp: bool, has_cross: bool = False) -> list[Layout]:
-    """The layouts that use exactly these norms; without an MLP, parallel and sequential are the same thing."""
+    """Return the layouts that use exactly these norms; without an MLP, parallel and sequential coincide."""
     return [
         layout
         for layout in LAYOUTS
@@ -125,11 +125,11 @@ def compose(
     middle: Sequence[AffineMap] = (),
     late: Sequence[AffineMap] = (),
 ) -> AffineMap:
-    """Return the block's map from its parts; a sublayer that is None is left out with its branch.
+    """Compose a block's map from its parts; a sublayer that is None is omitted with its branch, but not its outer norm.
 
-    Its outer norm stays: that is part of the stream. A mixer `beside` attention reads and writes in the same place. The
-    stream goes through `middle` after attention's sum and through `late` after the MLP's; in a parallel block through
-    both after the one sum. A block of an encoder–decoder becomes a map of both sides' positions.
+    A mixer `beside` attention has the same input and output. The stream passes `middle` after attention is added and
+    `late` after the MLP is added; in a parallel block, it passes both after the single sum. A block of an
+    encoder–decoder becomes a map of both sides' positions.
     """
     halves = [(layout.attn, (attention, beside), middle), (layout.mlp, (mlp,), late)]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
@@ -153,9 +153,9 @@ def _chained(stages: list[AffineMap]) -> AffineMap:
 
 
 def _branches(place: Place, parts: Sequence[AffineMap | None], norms: Mapping[str, AffineMap]) -> list[AffineMap]:
-    """Return the branches of the sublayers that exist, each between its norms."""
+    """Return the branches of the sublayers that exist, each with its norms."""
     if all(part is None for part in parts):
-        return []  # nor are their norms
+        return []  # without the norms either
     before = [norms[place.before]] if place.before else []
     after = [norms[place.after]] if place.after else []
     return [_chained([*before, part, *after]) for part in parts if part is not None]
@@ -166,8 +166,7 @@ def _placed(inner: AffineMap, within: Within | None) -> AffineMap:
 
 
 def _crossing(place: Place, norms: Mapping[str, AffineMap], within: Within) -> list[AffineMap]:
-    """Return cross-attention as a map from the encoder's output to the decoder's positions; queries are in the
-    pattern."""
+    """Return cross-attention as a map from the encoder output to the decoder's positions, with its pattern fixed."""
     assert within.read is not None
     assert within.out is not None
     written = within.out if place.after is None else Chain((within.out, norms[place.after]))

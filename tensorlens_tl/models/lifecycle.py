@@ -1,11 +1,10 @@
-"""Is a model in a state to be frozen, and still in the one its pass was taken in?
+"""Checking that a model can be frozen, and that it is still in the state in which its pass was taken.
 
-`WeightState` tells whether a model's *weights* are still those of another time. The same weights compute something else
-with another base of rotary positions, epsilon, activation function, attention scale or window, and those lie in three
-places: in configurations (TransformerLens' own, and Hugging Face's of a Bridge), in plain attributes of modules, and in
-buffers. A configuration that is changed after a model was built need not change the model, and the reverse; so all
-three are read (`configuration`). What is found out about a model once holds as long as its weights do
-(`OncePerWeights`).
+`WeightState` tells whether a model's *weights* have changed. The same weights also compute something else after a
+change of rotary base, epsilon, activation function, attention scale or window. These live in configurations
+(TransformerLens' own, and Hugging Face's within a Bridge), in plain attributes of modules, and in buffers. Changing a
+configuration after a model was built may not change the model, and vice versa, so `configuration` reads all three.
+`OncePerWeights` caches what is found out about a model for as long as its weights stay the same.
 """
 
 import copy
@@ -39,14 +38,15 @@ from tensorlens_tl.models.protocol import HookedModel
 
 @dataclass(frozen=True, eq=False)
 class WeightState:
-    """What distinguishes a model's weights from those of another time, without a copy.
+    """A compact record of a model's weights, to tell whether they have changed since.
 
-    `versions` (storage, and torch's count of writes) change when a weight is replaced, moved, cast or written in place.
-    Torch does not count writes through ``.data``, so numbers of every row and column of each head's matrices (`sample`)
-    and the sum of each weight's bits (`sums`) are stored too: any change of a single number, head, neuron, channel or
-    token embedding is seen; opposite changes of two numbers' bits, or a buffer, may not be. `hashes` recognise a weight
-    that was ablated and restored. Offloaded weights are known by the times and sizes of their files, adapters by which
-    are active. A copied or unpickled state takes its model's versions at the first `holds`, if the numbers agree.
+    `versions` (storage, and torch's write count) change when a weight is replaced, moved, cast or written in place.
+    torch does not count writes through ``.data``, so a sample covering every row and column of each head's matrices
+    (`sample`) and the sum of each weight's bits (`sums`) are recorded too. They reveal any change of a single number,
+    head, neuron, channel or token embedding; changes of two numbers' bits that cancel, or of a buffer, may go
+    unnoticed. `hashes` recognise weights that were ablated and restored. Offloaded weights are identified by the times
+    and sizes of their files, adapters by which are active. A copied or unpickled state adopts its model's versions at
+    the first `holds`, if the numbers agree.
     """
 
     versions: list[tuple[Any, ...]] | None
@@ -56,11 +56,11 @@ class WeightState:
     hashes: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"versions": None}  # a copy's weights lie elsewhere
+        return vars(self) | {"versions": None}  # a copy's weights have other storage
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightState":
-        """The state of a model's weights now."""
+        """Record the current state of a model's weights."""
         parameters, files = sources(model)
         sums = _sums(parameters)
         hashes = tuple(_remembered_hash(*each) for each in zip(parameters, sums, strict=True))
@@ -68,48 +68,48 @@ class WeightState:
 
     @cached_property
     def digest(self) -> str:
-        """Twelve letters that tell the weights from others: of the stored numbers; empty where there are none."""
+        """Twelve hexadecimal digits that identify the stored numbers; empty if there are none."""
         if not self.sample.numel():
             return ""
         return hashlib.sha256(self.sample.double().cpu().numpy().tobytes()).hexdigest()[:12]
 
     def equals(self, other: "WeightState") -> bool:
-        """True if two states were taken of the very same weights of one model: nothing is read but what they store."""
+        """Whether two states were taken of the same unchanged weights, compared without reading the model."""
         if self.versions is None or self.versions != other.versions or self.adapters != other.adapters:
             return False
         return self.sums == other.sums and _equal(self.sample, other.sample)
 
     def seems_held(self, model: nn.Module) -> bool:
-        """`holds`, but while torch counted no write nothing is read: for the end of a question that began with it."""
+        """As `holds`, but trust torch's write count: for the end of a computation that began with `holds`."""
         parameters, files = sources(model)
         if self.versions == [*map(version_of, parameters), *files] and _adapters(model) == self.adapters:
             return True
         return self.holds(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """True if the model's weights are still these."""
+        """Whether the model's weights are unchanged."""
         parameters, files = sources(model)
         versions: list[tuple[Any, ...]] = [*map(version_of, parameters), *files]
-        before = versions if self.versions is None else self.versions  # None: a copied pass, with its own model
+        before = versions if self.versions is None else self.versions  # None: a copied pass, with a model of its own
         if _places(versions) != _places(before) or _adapters(model) != self.adapters:
             return False
         if not _equal(_sample(parameters), self.sample) or _sums(parameters) != self.sums:
             return False
         if versions[len(parameters) :] != before[len(parameters) :]:
             return False
-        if versions != before and tuple(map(_hash, parameters)) != self.hashes:  # written to in place, and not back
+        if versions != before and tuple(map(_hash, parameters)) != self.hashes:  # written in place and not restored
             return False
         object.__setattr__(self, "versions", versions)
         return True
 
 
 def _equal(a: Float[Tensor, "n"], b: Float[Tensor, "m"]) -> bool:
-    """Bit for bit the same numbers, where NaN is as good as another."""
+    """Whether the numbers are equal bit for bit; NaN equals NaN."""
     return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def fingerprint(weights: Sequence[Tensor]) -> str:
-    """A digest of some weights' numbers, of the same sample as `WeightState`: widening them does not change it."""
+    """Return a digest of some weights, from the same sample as `WeightState`; it survives casting to wider floats."""
     digest = hashlib.sha256()
     for weight in weights:
         digest.update(str(tuple(weight.shape)).encode())
@@ -122,13 +122,13 @@ def _adapters(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _places(versions: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Where weights lie: of each version all but torch's count of writes."""
+    """Return where weights are stored: versions without torch's write count."""
     return [version[0] for version in versions]
 
 
 @torch.no_grad()
 def _sums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of each weight the sum of its bits in words of eight bytes: reading them costs less than a model's own run."""
+    """Return the sum of each weight's bits, in words of eight bytes; cheaper than one run of the model."""
     sums: list[Tensor] = []
     for parameter in parameters:
         bits = _bits(parameter)
@@ -145,10 +145,10 @@ def _bits(weight: Tensor) -> UInt8[Tensor, "n"]:
 
 
 CHUNK = 1 << 18
-"""How many words are multiplied at a time."""
+"""How many words are multiplied at once."""
 
 _hashes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Of each weight its version, its sum, and its hash, which is computed once for all passes of a model."""
+"""For each weight, its version, sum and hash, computed once for all passes of a model."""
 
 
 def _remembered_hash(weight: Tensor, total: int) -> int:
@@ -161,9 +161,9 @@ def _remembered_hash(weight: Tensor, total: int) -> int:
 
 @torch.no_grad()
 def _hash(weight: Tensor) -> int:
-    """Return the sum of a weight's bits, each place with a factor of its own.
+    """Return the sum of a weight's bits, with a different factor at each position.
 
-    Words have half the length of the sum and factors are odd, so no single change vanishes in its overflow.
+    Words have half the length of the sum and factors are odd, so no single change is lost to overflow.
     """
     bits = _bits(weight)
     words = bits[: len(bits) // 4 * 4].view(torch.int32)
@@ -184,25 +184,25 @@ def _sample(parameters: Sequence[Tensor]) -> Tensor:
     samples = [sampled(parameter) for parameter in parameters if parameter.numel()]
     if not samples:
         return torch.zeros(0)
-    # torch does not promote float8
+    # torch has no type promotion for float8
     samples = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in samples]
     dtype = reduce(torch.promote_types, [numbers.dtype for numbers in samples], torch.float16)
     return torch.cat([numbers.to(samples[0].device, dtype) for numbers in samples])
 
 
 def sampled(weight: Tensor) -> Tensor:
-    """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
+    """Return a weight's entries along wrapped diagonals, which cover every row and column of each head."""
     if weight.ndim < 2:
         return weight.reshape(-1)
     steps = _steps(weight.shape, weight.device)
-    if weight.dtype.itemsize == 1:  # torch takes nothing of float8
+    if weight.dtype.itemsize == 1:  # torch cannot index float8
         return torch.take(weight.view(torch.uint8), steps).view(weight.dtype)
     return torch.take(weight, steps)
 
 
 @lru_cache(maxsize=512)
 def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
-    """Where that diagonal goes, in each matrix; computed once for each shape, as every check needs it."""
+    """Return the indices of those diagonals in each matrix; cached per shape, since every check needs them."""
     rows, columns = shape[-2:]
     steps = torch.arange(max(rows, columns), device=device)
     matrices = torch.arange(shape[:-2].numel(), device=device)[:, None]
@@ -210,12 +210,12 @@ def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
 
 
 def refuse_devices(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a block on several devices, and for weights packed, spread or without numbers.
+    """Raise `UnsupportedModelError` for blocks spread over devices, and for packed, distributed or empty weights.
 
-    Offloaded weights count for the device that they are loaded to.
+    Offloaded weights count as being on the device they are loaded to.
     """
     brought: set[nn.Module] = set()
-    empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
+    empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and their modules
     resident: set[torch.device] = set()
     for module in whole(model):
         for name, weight in module._parameters.items():
@@ -229,8 +229,8 @@ def refuse_devices(model: nn.Module) -> None:
             if hook.place_submodules:
                 brought.update(module.modules())
     if len(resident) == 1 and not empty and not brought:
-        return  # what most models are
-    sources(model)  # refuses files that are gone
+        return  # the common case
+    sources(model)  # raises for missing files
     if brought and getattr(model, "compatibility_mode", False):
         raise UnsupportedModelError(
             "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
@@ -257,7 +257,7 @@ def refuse_devices(model: nn.Module) -> None:
 
 
 def _devices(block: nn.Module) -> set[str]:
-    """Where the weights of a block are when it runs."""
+    """Return the devices on which a block's weights are used."""
     devices: set[str] = set()
     for module in modules_of(block):
         devices.update(str(weight.device) for weight in module.parameters(recurse=False) if not weight.is_meta)
@@ -268,7 +268,7 @@ def _devices(block: nn.Module) -> set[str]:
 
 
 def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a weight that is quantised, or spread over processes."""
+    """Raise `UnsupportedModelError` for a weight that is quantised or distributed over processes."""
     kind = type(weight)
     if kind is nn.Parameter:
         return
@@ -281,8 +281,8 @@ def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
-    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    """Raise `InvalidInputError` for a model in train mode, if that affects its output."""
+    inner = getattr(model, "original_model", None)  # a Bridge's own module tree is incomplete
     seen = set[nn.Module]()
     trees = [tree for tree in (model, inner) if tree is not None]
     for name, module in chain.from_iterable(tree.named_modules(memo=seen) for tree in trees):
@@ -304,7 +304,7 @@ def refuse_dropout(model: nn.Module) -> None:
             )
 
 
-# ------------------------------------------------------------------ what is not in the weights
+# ------------------------------------------------------------------ configuration
 
 WITHOUT_INFLUENCE = {
     "name", "model_name", "name_or_path", "architectures", "model_type", "problem_type", "loss_type",
@@ -320,10 +320,10 @@ WITHOUT_INFLUENCE = {
     "num_embeddings", "embedding_dim", "normalized_shape", "max_seq_len_cached", "alibi", "hook_dict", "mod_dict",
     "submodules", "real_components", "hook_aliases", "property_aliases", "hooks_to_cache",
 }  # fmt: skip
-"""Attributes that change no number of a run in eval mode, or that a run itself writes."""
+"""Attributes that affect no number of a run in eval mode, or that a run itself writes."""
 
 CONFIGURATIONS = ("cfg", "config")
-"""Attributes under which modules hold a configuration."""
+"""Attributes in which modules keep a configuration."""
 
 PLAIN = (bool, int, float, complex, str, type(None))
 FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
@@ -336,12 +336,12 @@ _readings: "WeakKeyDictionary[Any, _Reading]" = WeakKeyDictionary()  # by model
 
 
 def configuration(model: nn.Module) -> Mapping[str, str]:
-    """Return everything but weights that decides a model's numbers now, as text by place: ``{"cfg.eps": "1e-05", …}``.
+    """Return everything but weights that affects a model's numbers, as text by place: ``{"cfg.eps": "1e-05", …}``.
 
-    The same read-only mapping is returned until a value changes; only then is text written. Hooks, devices, dtypes and
-    what a run leaves behind are left out. Functions and classes are known by their names, nameless functions by their
-    code, buffers by a digest of a sample: a single changed number of a large buffer, or a method set on a class, may go
-    unnoticed.
+    The same read-only mapping is returned until a value changes. Hooks, devices, dtypes and traces of earlier runs are
+    left out. Functions and classes are identified by name, anonymous functions by their code, and buffers by a digest
+    of
+    a sample: a single changed number in a large buffer, or a method replaced on a class, may go unnoticed.
     """
     reading = _readings.get(model)
     if reading is None or not reading.is_of(model):
@@ -350,13 +350,9 @@ def configuration(model: nn.Module) -> Mapping[str, str]:
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """The differences of two configurations, in words; what changed alike in many layers is one of them.
+    """Describe the differences between two configurations (or `compact` ones), merging equal changes in several layers.
 
-    Args:
-        before, after: see `configuration`; either may be `compact`.
-
-    Returns:
-        Such as ``"blocks.*.attn.attn_scale: 8 -> 4 (12 places)"``; empty where they agree.
+    Such as ``"blocks.*.attn.attn_scale: 8 -> 4 (12 places)"``.
     """
     if before is after:
         return []
@@ -366,14 +362,14 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     for place in everywhere:
         then = _value(before, place)
         now = _value(after, place)
-        # what one of the two says of all layers at once is compared layer by layer with the other
+        # entries that one of the two states for all layers at once are compared layer by layer
         if then != now and not ("*" in place and place in listed):
             places[_pattern(place), then, now].append(place)
     return [_difference(*key, where) for key, where in places.items()]
 
 
 def compact(texts: Mapping[str, str]) -> dict[str, str]:
-    """Return a configuration in which what every layer shares stands once, as ``"blocks.*.…"``; nothing is lost."""
+    """Return the configuration with entries shared by all layers merged as ``"blocks.*.…"``, without loss."""
     values = defaultdict[str, list[str]](list)
     for place, text in texts.items():
         values[_pattern(place)].append(text)
@@ -400,12 +396,12 @@ def _difference(pattern: str, then: str, now: str, places: Sequence[str]) -> str
     if len(places) > 1:
         where = pattern
         count = f" ({len(places)} places)"
-    where = where.replace("._original_component", "")  # a Bridge's parts hand on what they wrap
+    where = where.replace("._original_component", "")  # a Bridge's components forward to what they wrap
     return f"{where}: {then} -> {now}{count}"
 
 
 class _Reading:
-    """Where a model's configuration lies, collected once, and its last values; weak references keep no model alive."""
+    """The places of a model's configuration, found once, and their last values; holds only weak references."""
 
     def __init__(self, model: nn.Module):
         parts = dict(_parts(model))
@@ -415,7 +411,7 @@ class _Reading:
         self.names = [_names(vars(part), top=part is model) for part in parts.values()]
         self.classes = {where or "class": _name_of(type(part)) for where, part in parts.items()}
         self.places: list[str] = []
-        for kind in (0, 1):  # attributes, then buffers
+        for kind in (0, 1):  # attributes, buffers
             for where, names in zip(parts, self.names, strict=True):
                 self.places += [_joined(where, name) for name in names[kind]]
         self.values: list[Any] = []
@@ -423,7 +419,7 @@ class _Reading:
         self.texts: Mapping[str, str] = {}
 
     def is_of(self, model: nn.Module) -> bool:
-        """True if the model is still put together of the same modules, configurations and attributes."""
+        """Whether the model still consists of the same modules, configurations and attributes."""
         parts = [part() for part in self.parts]
         if any(part is None for part in parts):
             return False
@@ -435,17 +431,17 @@ class _Reading:
         for place, held in enumerate(holders):
             if counts[place] != self.counts[place] and _names(held, top=not place) != self.names[place]:
                 return False
-        self.counts = counts  # a Bridge's parts note private things in themselves as they run
+        self.counts = counts  # a Bridge's components add private attributes as they run
         return True
 
     def read(self) -> Mapping[str, str]:
-        """See `configuration`."""
+        """Return the current configuration; see `configuration`."""
         holders = [vars(part()) for part in self.parts]
         values: list[Any] = []
         samples: list[Tensor] = []
         for held, (attributes, buffers) in zip(holders, self.names, strict=True):
             current = (held.get(name) for name in attributes)
-            # what may be written to in place is compared as text
+            # mutable values are compared as text
             values += [value if type(value) in PLAIN else _text(value) for value in current]
             samples += [_buffer_sample(held, name) for name in buffers]
         numbers = _joined_numbers(samples)
@@ -458,7 +454,7 @@ class _Reading:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A model's modules and configurations by name, each once; no hook points, which hold no numbers, nor dropouts."""
+    """Yield a model's modules and configurations by name, each once, except hook points and dropouts."""
     seen = set[int]()
     stack: list[tuple[str, Any]] = [("", model)]
     while stack:
@@ -472,11 +468,11 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if not isinstance(part, nn.Module):
             inner = list(held.items())
         inside = held.get("original_model")
-        if inside is not None:  # its configuration by this name, and not by that of the first block that has it
+        if inside is not None:  # use this name for its configuration, rather than that of the first block that has it
             inner.append(("original_model.config", vars(inside).get("config")))
         inner = [(name, value) for name, value in inner if _is_configuration(value)]
         inner += [*held.get("_modules", {}).items(), ("original_model", inside)]
-        # from the end: the first one is taken from the stack first
+        # reversed, since the stack is popped from the end
         stack += [(_joined(where, name), value) for name, value in reversed(inner) if value is not None]
 
 
@@ -485,7 +481,7 @@ def _is_configuration(value: Any) -> bool:
 
 
 def _inside(held: Mapping[str, Any]) -> list[Any]:
-    """The modules and configurations that a module holds."""
+    """Return the modules and configurations that a module has."""
     if "_modules" not in held:
         return []
     configurations = [held[name] for name in CONFIGURATIONS if _is_configuration(held.get(name))]
@@ -494,7 +490,7 @@ def _inside(held: Mapping[str, Any]) -> list[Any]:
 
 
 def _names(held: Mapping[str, Any], top: bool) -> tuple[list[str], list[str]]:
-    """The attributes and the buffers that may act; of TransformerLens' own model only attributes that are functions."""
+    """Return relevant attributes and buffers; for TransformerLens' own model, only attributes that are functions."""
     kinds = FUNCTIONS if top else ACTING
     attributes = [name for name, value in held.items() if isinstance(value, kinds) and _acts(held, name)]
     return attributes, [name for name in held.get("_buffers", ()) if not _is_dynamic(held, name)]
@@ -503,13 +499,13 @@ def _names(held: Mapping[str, Any], top: bool) -> tuple[list[str], list[str]]:
 def _acts(held: Mapping[str, Any], name: str) -> bool:
     if name.startswith("_") or name in WITHOUT_INFLUENCE or "drop" in name:
         return False
-    if name == "forward" and "_hf_hook" in held:  # accelerate's, which brings in weights that are offloaded
+    if name == "forward" and "_hf_hook" in held:  # accelerate's wrapper, which loads offloaded weights
         return False
     return not isinstance(held[name], nn.Parameter) and not _is_dynamic(held, name)
 
 
 def _is_dynamic(held: Mapping[str, Any], name: str) -> bool:
-    """True if a run writes it: the frequencies of rotary positions that are stretched with the prompt."""
+    """Whether a run writes it: rotary frequencies that are scaled with the prompt."""
     kind = str(held.get("rope_type"))
     if "dynamic" in kind or "longrope" in kind:
         return "original" not in name and name.endswith(("inv_freq", "attention_scaling", "max_seq_len_cached"))
@@ -517,7 +513,6 @@ def _is_dynamic(held: Mapping[str, Any], name: str) -> bool:
 
 
 def _buffer_sample(held: Mapping[str, Any], name: str) -> Shaped[Tensor, "n"]:
-    """A sample of a buffer's numbers."""
     buffer = held["_buffers"].get(name)
     if buffer is None or buffer.is_meta:
         return torch.zeros(0)
@@ -527,7 +522,7 @@ def _buffer_sample(held: Mapping[str, Any], name: str) -> Shaped[Tensor, "n"]:
 
 
 def _joined_numbers(samples: Sequence[Tensor]) -> Shaped[Tensor, "n"]:
-    """Numbers on the CPU; of complex ones, both parts."""
+    """Concatenate numbers on the CPU, splitting complex ones into real and imaginary parts."""
     real = [torch.view_as_real(sample).flatten() if sample.is_complex() else sample for sample in samples]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(sample.cpu().double() for sample in real)])
 
@@ -538,7 +533,7 @@ def _digest(sample: Shaped[Tensor, "n"]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value in words, the same in another process."""
+    """Describe a value in a way that is the same across processes."""
     if isinstance(value, Tensor):
         return _digest(sampled(value.detach()))
     if isinstance(value, np.generic):
@@ -559,7 +554,7 @@ def _text(value: Any) -> str:
 
 
 def _function(function: Any) -> str:
-    """A function by its name; one that no name leads to, by its code and what it was closed over."""
+    """Describe a function by its name or, if no name leads to it, by its code and closure."""
     if isinstance(function, partial):
         return f"partial({_function(function.func)}, {_text(function.args)}, {_text(function.keywords)})"
     if isinstance(function, MethodType):
@@ -585,15 +580,15 @@ def _joined(where: str, name: str) -> str:
     return f"{where}.{name}".removeprefix(".")
 
 
-# ------------------------------------------------------------------ what holds as long as the weights do
+# ------------------------------------------------------------------ caches that last as long as the weights
 
 Value = TypeVar("Value")
 
 
 class OncePerWeights(Generic[Value]):
-    """One value for each model, valid while its weights keep their versions.
+    """A cache of one value per model, valid while the model's weights keep their versions.
 
-    Models are referred to weakly. Weights of unknown versions (of a copied pass) have no value, and store none.
+    Models are referenced weakly. Nothing is stored for weights of unknown versions (in a copied pass).
     """
 
     def __init__(self) -> None:
@@ -602,12 +597,12 @@ class OncePerWeights(Generic[Value]):
         )
 
     def get(self, model: nn.Module | HookedModel, weights: WeightState) -> Value | None:
-        """The value that was stored for a model with these weights; None where none was, or for other weights."""
+        """Return the value stored for a model with these weights, or None."""
         versions, value = self._stored.get(model, (None, None))
         return value if versions is not None and versions == weights.versions else None
 
     def set(self, model: nn.Module | HookedModel, weights: WeightState, value: Value) -> None:
-        """Store a value, in place of any other one of this model."""
+        """Store a value, replacing any other for this model."""
         if weights.versions is not None:
             self._stored[model] = (weights.versions, value)
 
@@ -618,10 +613,11 @@ Model = TypeVar("Model")
 
 
 def copied(model: Model) -> Model:
-    """Return a deep copy of a model, whatever it has run.
+    """Return a deep copy of a model that may have been run.
 
-    Modules keep tensors of their last run (a Bridge of GPT-2 its patterns) with an autograd history, which torch does
-    not copy; the copy has none. Parts that cannot be copied raise `TypeError`, `RuntimeError` or `AttributeError`.
+    Modules keep tensors of their last run (a Bridge of GPT-2 keeps its patterns) with an autograd history, which torch
+    cannot copy; the copy has no history. Parts that cannot be copied raise `TypeError`, `RuntimeError` or
+    `AttributeError`.
     """
     without_history: dict[int, Any] = {}
     module: Any = model
@@ -634,7 +630,7 @@ def copied(model: Model) -> Model:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in an attribute, also in lists, tuples and tables of them."""
+    """Return the tensors in an attribute, including those in lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):

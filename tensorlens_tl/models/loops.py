@@ -1,9 +1,9 @@
-"""Two stacks that a model runs several times each, in a loop (HRM-Text): which call follows which.
+"""The order of calls in a model with two stacks that each run several times, in a loop (HRM-Text).
 
-A slow stack H and a fast one L each have a state of the size of the residual stream. A call of either reads the sum of
-both states, and what it gives, after the norm that ends it, is its new state. Every call of a block is a block of its
-own here: its weights are those of the others, its activations are not. ``"L_blocks.0@3"`` is the fourth call of
-``L_blocks.0``, and ``"L_blocks.0@3.attn.hook_pattern"`` is what that hook point shows the fourth time.
+A slow stack H and a fast stack L each have a state of the size of the residual stream. A call of either reads the sum
+of both states; its output, after the norm that ends it, is its new state. Here every call of a block counts as a
+separate block, with the same weights but its own activations. ``"L_blocks.0@3"`` is the fourth call of ``L_blocks.0``,
+and ``"L_blocks.0@3.attn.hook_pattern"`` is the value at that hook point in the fourth call.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ SLOW, FAST = LOOPS
 
 @dataclass(frozen=True)
 class StackCall:
-    """One call of a stack: the `number` of earlier calls of it, its `length` in blocks, and whether it `ends` the
-    model."""
+    """One call of a stack: its `number`, from 0, its `length` in blocks, and whether it `ends` the model."""
 
     stack: str
     number: int
@@ -31,7 +30,7 @@ class StackCall:
 
     @property
     def norm(self) -> str:
-        """The norm that ends it."""
+        """The norm at its end."""
         return f"{self.stack.removesuffix('_blocks')}_ln_final@{self.number}"
 
 
@@ -40,7 +39,7 @@ class Loop:
     """The calls of both stacks, in the order of the forward pass.
 
     Attributes:
-        scale: what the embedding is multiplied by; that is the slow stack's first state.
+        scale: the factor on the embedding, which gives the slow stack's first state.
         start: the fast stack's first state.
         without_gradients: how many calls the model runs without recording gradients.
     """
@@ -52,12 +51,12 @@ class Loop:
 
     @property
     def blocks(self) -> list[tuple[StackCall, int]]:
-        """Every call of a block: the call of its stack, and its number in the stack."""
+        """Every call of a block: the call of its stack, and its index in the stack."""
         return [(call, number) for call in self.calls for number in range(call.length)]
 
 
 def is_looped(model: Any) -> bool:
-    """True if a model has both stacks in the place of one."""
+    """Whether a model has both stacks in place of a single one."""
     parts = getattr(model, "_modules", {})
     if not all(stack in parts for stack in LOOPS):
         return False
@@ -65,13 +64,13 @@ def is_looped(model: Any) -> bool:
 
 
 def call_counts(model: Any) -> dict[str, int]:
-    """How often each stack is called in a forward pass, by the first letter of its name."""
+    """Return how often each stack is called in a forward pass, by the first letter of its name."""
     config = model.original_model.config
     return {SLOW[0]: config.H_cycles, FAST[0]: config.H_cycles * config.L_cycles}
 
 
 def read_loop(model: Any) -> Loop | None:
-    """Return the loop of a model, else None; raise `UnsupportedModelError` for one with offloaded weights."""
+    """Return a model's loop, or None; raise `UnsupportedModelError` for offloaded weights."""
     if not is_looped(model):
         return None
     config = model.original_model.config

@@ -1,4 +1,4 @@
-"""What mixes positions where a block has no attention, read as an exact affine map with its gates held at one input.
+"""Mixers, which replace attention in some blocks, as exact affine maps with their gates held at one input.
 
 | kind | seen in |
 | --- | --- |
@@ -7,71 +7,65 @@
 | gated short convolutions | LFM2 |
 | time mixing | RWKV-4 |
 
-The module itself, recorded under the rule that holds the same (`tensorlens_tl.core.FROZEN`), is the same map; the tests
-compare the two. As it is read here it passes many vectors on several times as fast, since it is not the graph of a loop
-over tokens, and pulls through no part that is held; its scan, or its pattern, can be shown.
+Recording the module itself under the corresponding rule (`tensorlens_tl.core.FROZEN`) gives the same map, and the tests
+compare the two. The maps here are several times as fast for many vectors, since they are not the graph of a loop over
+tokens and do not differentiate through the parts that are held; and their scan or pattern can be inspected.
 
-What mixers in place of attention have in common: two projections, a short convolution, a gate and a norm beside it.
+All mixers here have two projections, a short convolution, a gate, and a norm before or after it. Held values are
+computed in float32 or wider (float64 if the input is).
 
-Held values are made in float32 at least, and in float64 where the input is.
-
-Mixers of the gated delta rule (Yang, Kautz & Hatamizadeh 2025) as attention with another kind of pattern.
-
-With keys k, queries q, decays α and strengths β, a head keeps a state that forgets, takes back what it holds under the
-key it reads, and writes the new value there:
+**Gated delta rule** (Yang, Kautz & Hatamizadeh 2025): attention with another kind of pattern. With keys k, queries q,
+decays α and strengths β, a head's state decays, removes what it stores under the current key, and stores the new value
+there:
 
     S_t = α_t·S_{t−1}·(I − β_t·k_t·k_tᵀ) + β_t·v_t·k_tᵀ          o_t = S_t·q_t
 
-All of q, k, α and β held at one input, this is linear in the values, and exactly ``o = M·v`` with (Γ_tj = α_{j+1}⋯α_t)
+With q, k, α and β held at one input, this is linear in the values, exactly ``o = M·v`` with (Γ_tj = α_{j+1}⋯α_t)
 
     M = tril(Γ ⊙ Q·Kᵀ) · (I + strict_tril(diag(β)·(Γ ⊙ K·Kᵀ)))⁻¹ · diag(β)
 
-M is quadratic in positions, as a softmax pattern is; its rows do not sum to 1, and it has negative numbers. The mixer
+M is quadratic in positions like a softmax pattern, but its rows do not sum to 1 and it has negative entries. The mixer
 is then, right to left,
 
     Linear(out) @ gate @ norm @ Attention(M) @ ratio @ CausalConvolution @ Linear(values) @ mask
 
-Three ways to store the projections are read: fused (`in_proj_qkvz` and `in_proj_ba`, Qwen3-Next), by kind
-(`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`, Qwen3.5) and apart (`q_proj` and the like, OLMo Hybrid). Padding
-is zeroed before them, and only there. Hugging Face's own modules round to float32 in float64 models too.
+Three layouts of the projections are read: fused (`in_proj_qkvz` and `in_proj_ba`, Qwen3-Next), by kind (`in_proj_qkv`,
+`in_proj_z`, `in_proj_b`, `in_proj_a`, Qwen3.5) and separate (`q_proj` and so on, OLMo Hybrid). Padding is zeroed only
+before them. Hugging Face's own modules round to float32 even in float64 models.
 
-The two sublayers of RWKV-4 (Peng and others 2023) as exact affine maps, with their gates held at one input.
-
-Both read each token mixed with the one before it, ``mix(x)_i = μ ⊙ x_i + (1 − μ) ⊙ x_{i−1}``, with a μ for each
-matrix. Time mixing gives every channel the weighted mean of its values so far,
+**RWKV-4** (Peng and others 2023): both of its sublayers, with their gates held at one input, read each token mixed with
+the previous one, ``mix(x)_i = μ ⊙ x_i + (1 − μ) ⊙ x_{i−1}``, with a μ for each matrix. Time mixing gives every channel
+a weighted mean of its values so far,
 
     y_i = (Σ_{j<i} exp(k_j − (i−1−j)·w)·v_j + exp(k_i + u)·v_i) / (the same without v)
 
-whose weights, which sum to 1, take the place of an attention pattern; w and u are parameters of the channel. With the
+whose weights sum to 1 and take the place of an attention pattern; w and u are parameters of the channel. With these
 weights and the gate σ(r) held, it is linear in the values. Channel mixing is an MLP, ``σ(r) ⊙ (relu(k)²·W_out)``. Right
-to left, with what a token's mean takes from earlier ones written as a scan,
+to left, with a token's mean over earlier ones written as a scan,
 
     time mixing:    Linear(out) @ σ(r) @ (SelectiveScan @ shift + Diagonal) @ Linear(value) @ mix
     channel mixing: σ(r) @ Linear(out) @ ratio @ Linear(key) @ mix
 
 Hugging Face's module rounds the keys of time mixing to float32 whatever its dtype, and so does the map. Padding counts
-as any token does: the model takes no notice of its mask.
+like any other token, since the model ignores its mask. After every few blocks the model halves its stream, outside its
+hook points, and in its first run scales weights to match.
 
-The model halves its stream after every few blocks, past its hook points, and in its first run scales weights to fit.
-
-Mixers of state-space layers as exact affine maps: what is held fixed follows from their weights and one input.
-
-A mixer projects its input, convolves it over a few positions, scans it and gates what comes out. With the activation
-ratio after the convolution, Δ, B, C, the gate and the inner norm's scale held at one input, that is a chain of linear
-maps (Ali, Zimerman & Wolf 2024; Zimerman and others 2025), right to left
+**State-space layers**: a mixer projects its input, convolves it over a few positions, scans it and gates the result.
+With the activation ratio after the convolution, Δ, B, C, the gate and the inner norm's scale held at one input, that is
+a chain of linear maps (Ali, Zimerman & Wolf 2024; Zimerman and others 2025), right to left
 
     Linear(out) @ norm @ gate @ (SelectiveScan + D) @ ratio @ CausalConvolution @ Linear(in) @ mask
 
-Modules are told apart by what they are made of, never by their class.
+Modules are recognised by their parts, never by their class.
 
-| made of | kind | seen in |
+| parts | kind | seen in |
 | --- | --- | --- |
 | `x_proj`, `dt_proj`, a rate for each channel and state | Mamba 1 | Mamba; FalconMamba and Jamba, with norms |
 | `dt_bias`, a rate for each head | Mamba 2 | Mamba 2, Bamba, FalconH1, GraniteMoeHybrid, NemotronH, Zamba 2 |
 
-Padding counts as Hugging Face counts it: zeroed before the first projection, whose bias the convolution then reads, and
-again before the scan. Held values are made in float32 at least, and in float64 where the input is; Hugging Face's own
-modules, the norms of Δ, B and C among them, round to float32 in float64 models too, and differ from these maps by that.
+Padding is treated as in Hugging Face: zeroed before the first projection, whose bias the convolution then reads, and
+again before the scan. Hugging Face's own modules, including the norms of Δ, B and C, round to float32 even in float64
+models and differ from these maps accordingly.
 """
 
 import inspect
@@ -105,12 +99,12 @@ from tensorlens_tl.models.parameters import LinearWeights, detached, innermost, 
 from tensorlens_tl.models.sublayers import has_experts, has_projections
 
 Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
-"""True, or not zero, at real tokens, `[batch, pos]`."""
+"""Non-zero at real tokens, `[batch, pos]`."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What every mixer has before its scan and after it; `W_in` gives more than goes to the convolution."""
+    """The parts of every mixer before and after its scan; `W_in` outputs more than the convolution reads."""
 
     W_in: Float[Tensor, "d_model d_in"]
     b_in: Float[Tensor, "d_in"] | None
@@ -122,14 +116,14 @@ class Ends:
 
 @dataclass(frozen=True, eq=False)
 class MixerWeights:
-    """A mixer whose parts are as expected.
+    """A mixer whose parts have been recognised.
 
     Attributes:
-        kind: in a word.
-        ends: what comes before all positions are mixed, and after.
-        hold: from input and mask to its map, with all that depends on the input frozen.
-        rates: of its states, if any.
-        leaking: what carries something from padded positions to later ones, if anything does.
+        kind: a one-word name.
+        ends: the parts before and after positions are mixed.
+        hold: returns the map for an input and mask, with everything that depends on the input frozen.
+        rates: the decay rates of its states, if any.
+        leaking: describes what carries something from padding to later positions, if anything does.
     """
 
     kind: str
@@ -140,7 +134,7 @@ class MixerWeights:
 
     @property
     def form(self) -> str:
-        """Its kind and sizes, which two models of one architecture have in common."""
+        """Its kind and sizes, which are equal for two models of one architecture."""
         ends = self.ends
         parts = (ends.W_in, ends.convolution.weight, ends.W_out, self.rates)
         return f"{self.kind} of {', '.join('×'.join(map(str, part.shape)) for part in parts if part is not None)}"
@@ -148,7 +142,7 @@ class MixerWeights:
 
 @dataclass(frozen=True)
 class GatedNorm:
-    """An RMSNorm of groups of channels beside the gate; `first` where it comes before the gate."""
+    """An RMSNorm of groups of channels next to the gate; `first` if it precedes the gate."""
 
     gain: Float[Tensor, "channel"]
     epsilon: float
@@ -156,25 +150,25 @@ class GatedNorm:
     first: bool
 
     def factor(self, y: Float[Tensor, "batch pos channel"]) -> Float[Tensor, "batch pos channel"]:
-        """Gain ÷ scale, held at y."""
+        """Return gain ÷ scale, held at y."""
         grouped = y.unflatten(-1, (self.groups, -1))
         scale = (grouped.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
         return self.gain * scale.expand_as(grouped).flatten(-2)
 
     def beside(self, gate: Tensor, y: Float[Tensor, "batch pos channel"]) -> list[Tensor]:
-        """The factor and the gate in the order in which they multiply `y`."""
+        """Return the norm's factor and the gate in the order in which they multiply `y`."""
         if self.first:
             return [self.factor(y), gate]
         return [gate, self.factor(y * gate)]
 
 
 class Entry:
-    """A mixer's input on its way to what mixes all positions; the first channels of what is convolved go through it.
+    """A mixer's input up to where positions are mixed; the first channels of the convolution's output go on to it.
 
     Attributes:
-        keep: 1 at real tokens, or None for all; `again` the same after the convolution, where the mixer masks twice.
-        projected: all that `W_in` gives.
-        before, after: the activation that follows the convolution.
+        keep: 1 at real tokens, or None for all; `again` is the same after the convolution, if the mixer masks twice.
+        projected: the whole output of `W_in`.
+        before, after: input and output of the activation that follows the convolution.
     """
 
     def __init__(self, ends: Ends, x: Tensor, convolved: slice, mask: Mask | None, twice: bool = True) -> None:
@@ -187,7 +181,7 @@ class Entry:
         self.after = times(ends.activation(self.before), self.again)
 
     def chain(self, mixing: AffineMap, gate: Tensor, norm: GatedNorm | None) -> Chain:
-        """All maps of the mixer, with `mixing` between the activation and the gate."""
+        """Return the whole chain of maps, with `mixing` between the activation and the gate."""
         ends = self.ends
         like = self.after
         channels = slice(0, len(ends.W_out))
@@ -201,7 +195,7 @@ class Entry:
         if norm is not None:
             gates = norm.beside(gate, wide(mixing(like[..., channels])))
         entry: list[AffineMap] = [Linear(ends.W_in[:, projected])]
-        if ends.b_in is not None:  # at every position: what mixes positions must be told how many have it
+        if ends.b_in is not None:  # an affine map over positions needs to know how many there are
             b_in = ends.b_in[projected].expand(1, like.shape[1], -1)
             entry.append(Diagonal(like.new_ones(()).expand_as(b_in), b_in))
         stages = (
@@ -218,14 +212,14 @@ class Entry:
 
 
 def real_tokens(mask: Mask | None, x: Tensor) -> Float[Tensor, "batch pos 1"] | None:
-    """1 at real tokens and 0 at padding, in the dtype of `x`; None where all are real."""
+    """Return 1 at real tokens and 0 at padding, in the dtype of `x`; None if all are real."""
     if mask is None or bool(mask.all()):
         return None
     return (mask != 0)[..., None].to(x)
 
 
 def wide(held: Tensor) -> Tensor:
-    """In float32 at least: small decays and sums of squares need the digits, also beside bfloat16 vectors."""
+    """Cast to float32 or wider: small decays and sums of squares need the precision, even with bfloat16 vectors."""
     return held.to(torch.promote_types(held.dtype, torch.float32))
 
 
@@ -233,7 +227,7 @@ def wide(held: Tensor) -> Tensor:
 
 
 def gated_norm(module: Any) -> GatedNorm | None:
-    """The norm beside the gate of a mixer's channels, or None."""
+    """Return the norm next to the gate of a mixer's channels, or None."""
     norm = innermost(getattr(module, "norm", None))
     if not is_norm(norm):
         return None
@@ -245,19 +239,19 @@ def gated_norm(module: Any) -> GatedNorm | None:
 
 
 def rates(module: Any) -> Tensor:
-    """How fast states decay, negative."""
+    """Return the decay rates of the states, as negative numbers."""
     return -wide(module.A_log.detach()).exp()
 
 
 def biased_entry(module: Any, ends: Ends) -> str:
-    """What gives padded positions something that reaches later ones, where the first projection does."""
+    """Describe how padding leaks through the bias of the first projection; empty if it does not."""
     if ends.b_in is None or not bool(ends.b_in.any()):
         return ""
     return f"the first projection of {type(module).__name__} has a bias"
 
 
 def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
-    """The short convolution of each channel by itself."""
+    """Return the short convolution, which treats each channel separately."""
     conv = read_part(module, name)
     channels = conv.weight.shape[0]
     width = conv.weight.shape[-1]
@@ -267,7 +261,7 @@ def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
 
 
 def linear_part(module: Any, name: str) -> LinearWeights:
-    """What a linear layer of a mixer does: a weight, from input to output, and a bias."""
+    """Return a mixer's linear layer as a weight (from input to output) and a bias."""
 
     def refuse(message: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"mixer_map: of {type(module).__name__}, {message}")
@@ -276,12 +270,12 @@ def linear_part(module: Any, name: str) -> LinearWeights:
 
 
 def read_part(module: Any, name: str) -> Any:
-    """A part, or what it wraps where another library has put its own around it."""
+    """Return a part, unwrapped if another library wraps it."""
     return innermost(getattr(module, name))
 
 
 def require(holds: bool, module: Any, part: str, message: str) -> None:
-    """Raise `UnsupportedModelError` about a part of a mixer unless it is as expected."""
+    """Raise `UnsupportedModelError` about a part of a mixer unless a condition holds."""
     if not holds:
         raise UnsupportedModelError(
             f"mixer_map: `{part}` of {type(module).__name__} {message}. Mixers like those of Mamba, Mamba 2 and the "
@@ -290,10 +284,10 @@ def require(holds: bool, module: Any, part: str, message: str) -> None:
 
 
 EPSILON = 1e-6
-"""What every implementation adds to the squared length of keys and queries."""
+"""The constant that every implementation adds to the squared length of keys and queries."""
 
 DELTA_PARTS = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
-"""What every implementation has; beside them, one of three sets of projections."""
+"""The parts of every implementation, which also has one of three sets of projections."""
 
 FUSED = ("in_proj_qkvz", "in_proj_ba")
 BY_KIND = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -306,14 +300,14 @@ def delta_pattern(
     log_decay: Float[Tensor, "batch pos head"],
     strength: Float[Tensor, "batch pos head"],
 ) -> Float[Tensor, "batch head query key"]:
-    """Return M of every head, by one triangular solve; `q` and `k` as the model scales them, `strength` is β."""
+    """Return M for every head by one triangular solve; `q` and `k` are scaled as in the model, `strength` is β."""
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     passed = log_decay.transpose(1, 2).cumsum(-1)
     beta = strength.transpose(1, 2)
     later = torch.ones(passed.shape[-1], passed.shape[-1], dtype=torch.bool, device=q.device).triu(1)
     decays = (passed[..., None] - passed[..., None, :]).masked_fill(later, -torch.inf).exp()
-    taken_back = beta[..., None] * decays * (k @ k.mT)  # of which the solve reads what is below the diagonal
+    taken_back = beta[..., None] * decays * (k @ k.mT)  # the solve reads only the part below the diagonal
     read = decays * (q @ k.mT)
     written = torch.linalg.solve_triangular(taken_back, read, upper=False, left=False, unitriangular=True)
     return written * beta[..., None, :]
@@ -323,7 +317,7 @@ def delta_pattern(
 
 
 def is_delta(module: nn.Module) -> bool:
-    """True if a mixer follows the gated delta rule, by what it is made of."""
+    """Whether a mixer follows the gated delta rule, judging by its parts."""
     return _has_all(module, DELTA_PARTS) and _projection_names(module) is not None
 
 
@@ -336,8 +330,7 @@ def _has_all(module: nn.Module, names: Sequence[str]) -> bool:
 
 
 def read_delta(module: Any) -> MixerWeights:
-    """Return the parts of a gated-delta-rule mixer; raise `UnsupportedModelError` with the part that is not as
-    expected."""
+    """Return the parts of a gated-delta-rule mixer; raise `UnsupportedModelError` naming one that does not fit."""
     from transformers.activations import ACT2FN  # transformers is slow to import
 
     names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
@@ -348,7 +341,7 @@ def read_delta(module: Any) -> MixerWeights:
     convolution = read_convolution(module)
     convolved = 2 * keys + values
     require(len(convolution.weight) == convolved, module, "conv1d", "does not take queries, keys and values")
-    order = [*range(2 * keys, convolved), *range(2 * keys)]  # values come last in the model, and first here
+    order = [*range(2 * keys, convolved), *range(2 * keys)]  # moves the values from the last place to the first
     convolution = CausalConvolution(convolution.weight[order], maybe(itemgetter(order), convolution.offset))
     known = isinstance(module.activation, str) and module.activation in ACT2FN
     require(known, module, "activation", f"is {module.activation}, which transformers does not know")
@@ -363,10 +356,10 @@ def read_delta(module: Any) -> MixerWeights:
     norm = GatedNorm(inner.weight.detach().repeat(heads), float(inner.variance_epsilon), heads, first=True)
     of_gate = ACT2FN[getattr(inner, "activation", "silu")]
     A, b_delta = rates(module), module.dt_bias.detach()
-    strongest = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0  # of 2, the state may turn its sign
+    strongest = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0  # at 2, the state may flip its sign
 
     def unit(part: Tensor) -> Float[Tensor, "batch pos head width"]:
-        """Of length 1, once for each head of values."""
+        """Normalise to length 1 and repeat for each head of values."""
         by_head = wide(part).unflatten(-1, (key_heads, -1))
         length = (by_head.square().sum(-1, keepdim=True) + EPSILON).sqrt()
         return (by_head / length).repeat_interleave(heads // key_heads, dim=-2)
@@ -379,21 +372,21 @@ def read_delta(module: Any) -> MixerWeights:
         return into.chain(Attention(pattern.to(x), heads), of_gate(gate), norm)
 
     leaking = biased_entry(module, ends)
-    # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
+    # unlike Mamba, padding is not zeroed again after the convolution; in a short convolution nothing that mixes follows
     if not leaking and convolution.offset is not None and bool(convolution.offset.any()):
         leaking = f"the convolution of {type(module).__name__} has a bias"
     return MixerWeights("DeltaRule", ends, hold, A, leaking)
 
 
 def _first_name(module: nn.Module, *names: str) -> str:
-    """Return the first of some names that a module has; raise `UnsupportedModelError` without one."""
+    """Return the first of these names that a module has; raise `UnsupportedModelError` if it has none."""
     present = [name for name in names if hasattr(module, name)]
     require(bool(present), module, names[0], "is missing")
     return present[0]
 
 
 def _projections(module: Any, keys: int, values: int) -> list[LinearWeights]:
-    """Queries, keys, values, gate, strengths and steps, heads side by side."""
+    """Return queries, keys, values, gate, strengths and steps, with heads side by side."""
     names = _projection_names(module)
     assert names is not None
     stored = [linear_part(module, name) for name in names]
@@ -414,7 +407,7 @@ def _projections(module: Any, keys: int, values: int) -> list[LinearWeights]:
 
 
 def _parts(stored: LinearWeights, sizes: list[int], groups: int) -> list[LinearWeights]:
-    """The parts of what a projection gives; of several groups it gives all parts of one beside each other."""
+    """Split a projection's output into parts; with several groups, each group has all parts side by side."""
 
     def apart(joint: Tensor) -> list[Tensor]:
         grouped = joint.unflatten(-1, (groups, -1)).split([size // groups for size in sizes], dim=-1)
@@ -432,44 +425,44 @@ def _side_by_side(parts: list[LinearWeights]) -> LinearWeights:
 
 
 TIME_MIX = ("time_decay", "time_first", "time_mix_key", "time_mix_value", "time_mix_receptance", "output")
-"""What a time mixing has; beside them, its matrices `key`, `value` and `receptance`."""
+"""Parts of a time mixing, besides its matrices `key`, `value` and `receptance`."""
 
 CHANNEL_MIX = ("time_mix_key", "time_mix_receptance", "key", "value", "receptance")
-"""What a channel mixing has."""
+"""Parts of a channel mixing."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A matrix that reads each token mixed with the one before it."""
+    """A matrix whose input is each token mixed with the previous one."""
 
     convolution: CausalConvolution
     linear: Linear
 
     def __call__(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
-        """What the matrix gives."""
+        """Return the matrix's output."""
         return self.linear(self.convolution(x))
 
     def stages(self, length: int) -> tuple[AffineMap, AffineMap]:
-        """The same as maps of so many positions."""
+        """Return it as two maps over this many positions."""
         return replace(self.convolution, length=length), self.linear
 
 
 def weighted_mean(
     k: Float[Tensor, "batch pos channel"], A: Float[Tensor, "channel"], bonus: Tensor, dtype: torch.dtype
 ) -> Sum:
-    """Return what a channel takes from earlier values, and what from the token's own.
+    """Return the sum of a channel's mean over earlier values and the contribution of the token's own.
 
-    `A` are the rates at which weights decay, `bonus` is added to a token's key where it reads itself; computed in
+    `A` are the decay rates of the weights; `bonus` is added to a token's key when it reads itself. Computed in
     `dtype`.
     """
-    keys = k.double()  # weights of far tokens are small beside those of a channel's largest key, and must not vanish
+    keys = k.double()  # weights of distant tokens are tiny next to a channel's largest key, and must not underflow
     largest = keys.amax(1, keepdim=True)
     itself = (keys + bonus - largest).exp()
     earlier = pad((keys - largest).exp(), (0, 0, 1, 0))[:, :-1, :, None]
     ones = torch.ones_like(itself)
     scan = SelectiveScan(ones, A.double(), earlier, ones[..., None])
     before = k.new_tensor([[1.0, 0.0]], dtype=dtype).expand(k.shape[-1], -1)
-    shift = CausalConvolution(before, length=k.shape[1])  # every channel of the position before; zero at the first
+    shift = CausalConvolution(before, length=k.shape[1])  # the previous position of every channel; zero at the first
     total = scan.push(shift.push(ones)) + itself
     held = replace(scan, C=total.reciprocal()[..., None])
     return Sum((Chain((shift, held)), Diagonal((itself / total).to(dtype))))
@@ -477,7 +470,7 @@ def weighted_mean(
 
 @dataclass(frozen=True)
 class ChannelMixWeights:
-    """Channel mixing, in the place of an MLP, frozen as a whole: neurons read by `key`, gated by `receptance`."""
+    """Channel mixing, in place of an MLP, frozen as a whole: neurons computed by `key`, gated by `receptance`."""
 
     key: Mix
     receptance: Mix
@@ -486,18 +479,18 @@ class ChannelMixWeights:
 
     @property
     def hooked(self) -> bool:
-        """True if its pre-activations are held one by one."""
+        """Whether its pre-activations can be held individually."""
         return False
 
     @property
     def hidden(self) -> int:
-        """Numbers that a vector takes inside at most."""
+        """The largest number of entries of a vector inside."""
         return 2 * self.W_out.shape[0] + 2 * self.W_out.shape[1]
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Chain:
         """Return the sublayer as a map, with neurons and gate frozen at `x` by an activation rule.
 
-        The neurons are a plain MLP's; their output times the gate is a gated MLP's product.
+        The neurons are those of a plain MLP; their output times the gate is treated as a gated MLP's product.
         """
         length = x.shape[1]
         pre = self.key(x)
@@ -513,7 +506,7 @@ class ChannelMixWeights:
 
 
 def squared_relu(z: Tensor) -> Tensor:
-    """relu(z)²."""
+    """Return relu(z)²."""
     return z.relu().square()
 
 
@@ -521,12 +514,12 @@ def squared_relu(z: Tensor) -> Tensor:
 
 
 def is_time_mix(module: nn.Module) -> bool:
-    """True if a mixer is a time mixing, by what it is made of."""
+    """Whether a mixer is a time mixing, judging by its parts."""
     return all(hasattr(module, name) for name in TIME_MIX)
 
 
 def read_time_mix(module: Any) -> MixerWeights:
-    """Return the parts of a time mixing; raise `UnsupportedModelError` with the part that is not as expected."""
+    """Return the parts of a time mixing; raise `UnsupportedModelError` naming one that does not fit."""
     names = ("key", "value", "receptance")
     key, value, receptance = mixes = [_mix(module, name) for name in names]
     W_out, b_out = linear_part(module, "output")
@@ -538,7 +531,7 @@ def read_time_mix(module: Any) -> MixerWeights:
     require(A.shape == (channels,), module, "time_decay", "is not one number for each channel")
 
     def hold(x: Float[Tensor, "batch pos d_model"], mask: Mask | None) -> Chain:
-        """With the weights of the mean and the gate held; no token is masked."""
+        """Hold the weights of the mean and the gate; no token is masked."""
         gate = receptance(x).sigmoid()
         mean = weighted_mean(key(x).float(), A, bonus, x.dtype)
         return Chain((*value.stages(x.shape[1]), mean, Diagonal(gate), Linear(W_out, b_out)))
@@ -548,22 +541,22 @@ def read_time_mix(module: Any) -> MixerWeights:
 
 
 def is_channel_mix(module: Any) -> bool:
-    """True if what stands in the place of an MLP is a channel mixing, by what it is made of."""
+    """Whether the module in place of an MLP is a channel mixing, judging by its parts."""
     return all(hasattr(module, name) for name in CHANNEL_MIX)
 
 
 def channel_mix_weights(module: Any) -> ChannelMixWeights:
-    """Return the parts of a channel mixing; raise `UnsupportedModelError` with the part that is not as expected."""
+    """Return the parts of a channel mixing; raise `UnsupportedModelError` naming one that does not fit."""
     return ChannelMixWeights(_mix(module, "key"), _mix(module, "receptance"), *linear_part(module, "value"))
 
 
 def halving_period(block: Any) -> int:
-    """After how many blocks the model halves its stream; 0 where it does not."""
+    """Return after how many blocks the model halves its stream; 0 if it does not."""
     return getattr(getattr(innermost(block), "config", None), "rescale_every", 0)
 
 
 def halves_after(block: Any, layer: int) -> bool:
-    """True if the model halves its stream after a block: not in train mode, in which its weights are not scaled."""
+    """Whether the model halves its stream after a block (not in train mode, where its weights are not scaled)."""
     every = halving_period(block)
     return every > 0 and not innermost(block).training and (layer + 1) % every == 0
 
@@ -578,16 +571,16 @@ def _mix(module: Any, name: str) -> Mix:
 
 @torch.no_grad()
 def _shifts_by_one(module: Any) -> bool:
-    """True if its `time_shift` is what its name says."""
+    """Whether its `time_shift` does what its name says."""
     probe = torch.arange(1.0, 4.0)[None, :, None]
     return read_part(module, "time_shift")(probe).flatten().tolist() == [0.0, 1.0, 2.0]
 
 
 def scan_of(mixer: Chain) -> SelectiveScan:
-    """The scan of a state-space mixer's map, whose `implicit_attention` shows which positions it reads.
+    """Return the scan of a state-space mixer's map; its `implicit_attention` shows which positions it reads.
 
     Raises:
-        InvalidInputError: there is none, or more than one.
+        InvalidInputError: the map has no scan, or more than one.
 
     >>> from tensorlens_tl.models import scan_of
     >>> from tensorlens_tl.testing import tiny_model
@@ -601,7 +594,7 @@ def scan_of(mixer: Chain) -> SelectiveScan:
 
 
 def read_scan(module: nn.Module) -> MixerWeights:
-    """Return the parts of a Mamba 1 or 2 layer; raise `UnsupportedModelError` with the part that is not as expected."""
+    """Return the parts of a Mamba 1 or 2 layer; raise `UnsupportedModelError` naming one that does not fit."""
     for name in ("in_proj", "conv1d", "A_log", "D", "out_proj"):
         require(hasattr(module, name), module, name, "is missing")
     axes = module.A_log.ndim
@@ -613,7 +606,7 @@ def read_scan(module: nn.Module) -> MixerWeights:
 
 
 def _mamba(module: Any) -> MixerWeights:
-    """`in_proj` gives x and the gate, `x_proj` what Δ, B and C come from, each by its norm, if it has one."""
+    """Read Mamba 1: `in_proj` gives x and the gate, `x_proj` the inputs of Δ, B and C (each with an optional norm)."""
     ends = _ends(module)
     A, D = rates(module), module.D.detach()
     channels, states = A.shape
@@ -638,7 +631,7 @@ def _mamba(module: Any) -> MixerWeights:
 
 
 def _mamba2(module: Any) -> MixerWeights:
-    """`in_proj` gives the gate, then x, B and C (all three convolved), then Δ of each head; groups share B and C."""
+    """Read Mamba 2: `in_proj` gives gate, x, B, C (the last three convolved) and a Δ per head; groups share B and C."""
     ends = _ends(module)
     A, D = rates(module), module.D.detach()
     heads, groups = len(A), module.n_groups
@@ -666,7 +659,7 @@ def _mamba2(module: Any) -> MixerWeights:
 
 
 def _ends(module: Any) -> Ends:
-    """Both projections and the convolution, with the multipliers of FalconH1 in the weights."""
+    """Return both projections and the convolution, with FalconH1's multipliers included in the weights."""
     W_in, b_in = linear_part(module, "in_proj")
     scale = getattr(module, "ssm_in_multiplier", 1.0)
     if scale != 1.0:
@@ -683,15 +676,15 @@ def _ends(module: Any) -> Ends:
 
 @torch.no_grad()
 def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
-    """A mixer as an exact affine map of its input, with everything that depends on it frozen at `x`.
+    """Return a mixer as an exact affine map of its input, with everything that depends on the input frozen at `x`.
 
     Args:
-        module: Hugging Face's module (see the table above).
+        module: the Hugging Face module (see the table above).
         x: its input, after the block's norm.
-        mask: True at real tokens, as the mixer takes it; None for all.
+        mask: True at real tokens, as the mixer takes it; None if all are real.
 
     Raises:
-        UnsupportedModelError: a module of another kind; names the part that is missing or not as expected.
+        UnsupportedModelError: a module of another kind; names the part that is missing or does not fit.
         InvalidInputError: vectors of another width, or a mask of another shape.
     """
     weights = _weights(module)
@@ -705,10 +698,9 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
 
 @dataclass(frozen=True, eq=False)
 class Mixer:
-    """A mixer in place of attention, read from its module each time that it is used.
+    """A mixer in place of attention, read from its module at each use.
 
-    Its map raises an error for padding on the left that would reach real tokens (`leaking` says how): the mixer lets a
-    bias through from there.
+    Its map raises an error if left padding would reach real tokens through a bias of the mixer (`leaking` says how).
     """
 
     module: nn.Module
@@ -716,22 +708,22 @@ class Mixer:
     leaking: str
 
     def __call__(self, x: Tensor, mask: Mask | None) -> Chain:
-        """Its map, from what it reads and which tokens are real, with all that depends on its input held."""
+        """Return its map for an input and a mask of real tokens, with everything that depends on the input held."""
         if self.leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
             raise self.refuse(
-                f"{self.leaking}, which padding on the left passes on to real tokens: padding changes what the model "
-                "gives. Pad on the right, or freeze the prompts one by one."
+                f"{self.leaking}, which left padding passes on to real tokens, so padding would change the model's "
+                "output. Pad on the right, or freeze the prompts one by one."
             )
         device = next(self.module.parameters()).device
         return on_device(mixer_map(self.module, *on_device((x, mask), device)), x.device)
 
     @property
     def form(self) -> str:
-        """Its kind and sizes, which two models of one architecture have in common."""
+        """Its kind and sizes, which are equal for two models of one architecture."""
         return _weights(self.module).form
 
     def runs(self, mask: Mask | None) -> Callable[[Tensor], Tensor]:
-        """The module as a function of what it reads, by operations of torch where it has kernels of its own, too."""
+        """Return the module as a function of its input that uses plain torch operations, not custom kernels."""
         forward = next(filter(None, (getattr(self.module, name, None) for name in PLAIN)))
         takes_mask = mask is not None and "attention_mask" in inspect.signature(forward).parameters
         options = {"attention_mask": mask.long()} if takes_mask and mask is not None else {}
@@ -744,19 +736,19 @@ class Mixer:
 
 
 PLAIN = ("torch_forward", "slow_forward", "forward")
-"""Methods of a mixer that compute it without kernels of its own, the last of them where there are none."""
+"""Methods that compute a mixer without custom kernels; the last is for mixers that have none."""
 
 
 def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
-    """Return a mixer of a known kind; raise `UnsupportedModelError` with the part that is not as expected."""
+    """Read a mixer of any known kind; raise `UnsupportedModelError` naming a part that does not fit."""
     return Mixer(module, refuse, _weights(module).leaking)
 
 
 def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
-    """Return the one mixer of a block, or None; raise `UnsupportedModelError` for two, or one that cannot be read."""
+    """Return a block's only mixer, or None; raise `UnsupportedModelError` for two, or one that cannot be read."""
     names = list(mixers)
     if len(names) > 1:
-        raise refuse(f"{' and '.join(names)} beside each other, which is not read.")
+        raise refuse(f"{' and '.join(names)} next to each other, which is not supported.")
     if not names:
         return None
     try:
@@ -766,7 +758,7 @@ def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], Unsupport
 
 
 def _weights(module: nn.Module) -> MixerWeights:
-    """What a mixer is made of, whichever its kind."""
+    """Read a mixer's parts, whatever its kind."""
     if is_delta(module):
         return read_delta(module)
     if is_time_mix(module):
@@ -778,7 +770,7 @@ def _weights(module: nn.Module) -> MixerWeights:
 
 
 def _short_convolution(module: nn.Module) -> MixerWeights:
-    """A gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x three parts of one projection."""
+    """Read a gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x parts of one projection."""
     ends = Ends(
         *linear_part(module, "in_proj"),
         read_convolution(module, "conv"),
@@ -806,13 +798,13 @@ def _short_convolution(module: nn.Module) -> MixerWeights:
 
 
 def is_attention(module: Any) -> bool:
-    """True if what stands where other blocks have a mixer is softmax attention, by what it is made of."""
+    """Whether the module in a mixer's place is softmax attention, judging by its parts."""
     inner = innermost(module)
     return _has(inner, "q_proj", "o_proj") and not hasattr(inner, "A_log")
 
 
 def is_mlp(module: Any) -> bool:
-    """True if it is an MLP or a mixture of experts, by what it is made of."""
+    """Whether it is an MLP or a mixture of experts, judging by its parts."""
     inner = innermost(module)
     return isinstance(inner, nn.Module) and not _has(inner, "o_proj") and (has_projections(inner) or has_experts(inner))
 
@@ -823,11 +815,11 @@ def _has(inner: Any, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class NoMixing:
-    """What mixes positions in a block that is an MLP alone: a map that gives zero."""
+    """The mixer of a block that is only an MLP: a map that gives zero."""
 
     form = "nothing that mixes positions"
 
     def __call__(self, x: Tensor, mask: Mask | None) -> Chain:
-        """Zero, as the map of an empty hidden vector."""
+        """Return zero, as the map of an empty hidden vector."""
         nothing = x.new_zeros(x.shape[-1], 1)
         return Chain((Linear(nothing), Linear(nothing.mT)))

@@ -1,12 +1,12 @@
-"""Weights that lie elsewhere between calls: on disk or in the CPU's memory, brought in by accelerate's hooks.
+"""Weights that are offloaded between calls, to disk or CPU memory, and brought in by accelerate's hooks.
 
-A module that accelerate has offloaded keeps its parameters on torch's ``meta`` device, with a shape and no numbers; its
-hook reads them before the module runs and drops them after. `loaded` does the same for a reading of the weights.
-Nothing here imports accelerate: a hook is known by what it holds.
+A module that accelerate has offloaded keeps its parameters on torch's ``meta`` device, with a shape but no numbers; its
+hook loads them before the module runs and drops them afterwards. `loaded` does the same while weights are read. Nothing
+here imports accelerate: a hook is recognised by its attributes.
 
-A product saves its weights for the backward pass, so that the graph of a whole run would hold all weights of a model
-that is larger than memory. Inside `saved_by_name` it holds the module and the name of each, and a backward pass reads
-them again one at a time, the last block's first.
+A product saves its weights for the backward pass, so the graph of a whole run would hold all weights of a model that
+may not fit into memory. Inside `saved_by_name`, it stores the module and name of each weight instead, and the backward
+pass reads them again one at a time, the last block's first.
 """
 
 import json
@@ -32,22 +32,22 @@ _guard = threading.Lock()
 
 
 def lock_of(model: Any) -> Any:
-    """The lock of one model; a thread that holds it may take it again."""
+    """Return the lock of a model, which is re-entrant."""
     with _guard:
         return _locks.setdefault(model, threading.RLock())
 
 
 def offload_hooks(module: nn.Module) -> list[Any]:
-    """The hooks of accelerate that bring a module's weights in."""
-    hook: Any = vars(module).get("_hf_hook")  # not getattr: a Bridge's component hands on that of what it wraps
+    """Return accelerate's hooks that bring in a module's weights."""
+    hook: Any = vars(module).get("_hf_hook")  # not getattr: a Bridge's component forwards to what it wraps
     if hook is None:
         return []
-    hooks = getattr(hook, "hooks", (hook,))  # several of them come as one
+    hooks = getattr(hook, "hooks", (hook,))  # several hooks are combined in one
     return [each for each in hooks if getattr(each, "offload", False) and hasattr(each, "weights_map")]
 
 
 def modules_of(*parts: Any) -> Iterator[nn.Module]:
-    """The modules inside some parts of a model, each once and in their order; parts that are none are left out."""
+    """Yield the modules inside some parts of a model, each once and in order; skips anything that is not a module."""
     seen: set[nn.Module] = set()
     stack = [part for part in reversed(parts) if isinstance(part, nn.Module)]
     while stack:
@@ -59,21 +59,20 @@ def modules_of(*parts: Any) -> Iterator[nn.Module]:
 
 
 def whole(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules of a model: a Bridge's own tree leaves out some of those that it wraps."""
+    """Yield all modules of a model, including those that a Bridge wraps but omits from its own tree."""
     return modules_of(model, getattr(model, "original_model", None))
 
 
 def offloaded(*parts: Any) -> bool:
-    """True if any module inside these parts is offloaded."""
+    """Whether any module inside these parts is offloaded."""
     return any(offload_hooks(module) for module in modules_of(*parts))
 
 
 @contextmanager
 def loaded(*parts: Any) -> Generator[bool, None, None]:
-    """Load the weights of every offloaded module of some parts, and drop them afterwards; yields whether any was
-    loaded.
+    """Load the weights of every offloaded module of some parts, and drop them afterwards; yield whether any was loaded.
 
-    Modules that are loaded already stay so: this may be nested, also in a module's own run.
+    Modules that are already loaded stay loaded, so this may be nested, also inside a module's own run.
     """
     opened: list[tuple[nn.Module, Any]] = []
     try:
@@ -81,7 +80,7 @@ def loaded(*parts: Any) -> Generator[bool, None, None]:
             for hook in offload_hooks(module):
                 if any(weight.is_meta for weight in module.parameters(recurse=bool(hook.place_submodules))):
                     opened.append((module, hook))
-                    before = hook.input_device  # of a run that this may be inside of
+                    before = hook.input_device  # set if this is inside of a run
                     _bring(module, hook)
                     hook.input_device = before
         yield bool(opened)
@@ -91,7 +90,7 @@ def loaded(*parts: Any) -> Generator[bool, None, None]:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What a module computes with the weights that it has now: accelerate's own call would drop them after."""
+    """Return a module's computation with its current weights; accelerate's own call would drop them afterwards."""
     return vars(module).get("_old_forward", module)
 
 
@@ -108,22 +107,22 @@ def _bring(module: nn.Module, hook: Any) -> None:
 
 @runtime_checkable
 class Reader(Protocol):
-    """What has weights that are read: a block, or a model's other parts."""
+    """An object whose weights are read: a block, or the rest of a model."""
 
     def loaded(self, *names: str) -> AbstractContextManager[None]:
-        """Bring in what properties read."""
+        """Bring in the weights that properties read."""
         ...
 
     def placed(self, name: str, value: Any) -> Any:
-        """What a property has read, on the device that it is used on."""
+        """Return a property's value on the device where it is used."""
         ...
 
 
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
-    """A `cached_property` of weights; an offloaded part's are read each time, or once in the innermost `opened`."""
+    """A `cached_property` of weights; offloaded ones are read each time, or once within the innermost `opened`."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Read it, with the weights loaded."""
+        """Read the value, with the weights loaded."""
         if instance is None:
             return self
         assert self.attrname is not None
@@ -134,7 +133,7 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
 
 
 class Residence:
-    """Whether parts of a model are loaded for as long as they are read; `near` is read ahead, `loads` counts loads."""
+    """Whether parts of a model are loaded while they are read; `near` is read ahead, `loads` counts loads."""
 
     def __init__(self, model: Any, *parts: Any, near: Sequence[nn.Module] = ()):
         self.model = model
@@ -146,7 +145,7 @@ class Residence:
 
     @contextmanager
     def opened(self, values: dict[str, Any], *names: str) -> Generator[None, None, None]:
-        """Inside, the weights stay loaded; at the end of the outermost, all names read inside leave `values`."""
+        """Keep weights loaded inside the context; leaving the outermost one removes all names read from `values`."""
         with lock_of(self.model), loaded(*self.parts) as fresh:
             self.loads += fresh
             if fresh:
@@ -162,7 +161,7 @@ class Residence:
                     self._names.clear()
 
     def renewed(self, values: dict[str, Any]) -> "Residence":
-        """One for a copy of what reads the weights, whose `values` are left without what is loaded just now."""
+        """Return a residence for a copy of its owner, removing what is currently loaded from the copy's `values`."""
         self._leave(values)
         other = Residence(self.model, *self.parts, near=self.near)
         other.loads = self.loads
@@ -174,12 +173,12 @@ class Residence:
 
 
 def read_ahead(parts: Iterable[nn.Module]) -> None:
-    """Have the system read the files of some parts' weights into its cache, where it takes such a hint."""
+    """Ask the system to read the files of some parts' weights into its cache, if it supports such hints."""
     if not hasattr(os, "posix_fadvise"):
         return
     for part in parts:
         for path, name, changed, _ in sources(part)[1]:
-            start, length = 0, 0  # all of the file
+            start, length = 0, 0  # the whole file
             if path.endswith(".safetensors"):
                 start, length = _places(path, changed)[name]
             with open(path, "rb") as file:
@@ -188,7 +187,7 @@ def read_ahead(parts: Iterable[nn.Module]) -> None:
 
 @lru_cache(maxsize=64)
 def _places(path: str, changed: int) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a safetensors file begins, and how many bytes it takes; read again once the file changes."""
+    """Return offset and size in bytes of each tensor in a safetensors file; cached until the file changes."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -197,8 +196,7 @@ def _places(path: str, changed: int) -> dict[str, tuple[int, int]]:
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
-    """Return where a model's numbers lie: tensors in memory, and the files of offloaded ones with their times and
-    sizes."""
+    """Return a model's tensors in memory, and the files of offloaded ones with their times and sizes."""
     weights = _parameters_of(model)
     files: list[tuple[Any, ...]] = []
     if not any(weight.is_meta for weight in weights):
@@ -216,26 +214,26 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
 
 
 def _parameters_of(model: nn.Module) -> list[Tensor]:
-    """``list(model.parameters())`` without the names, which take most of its time; of a Bridge, those that it wraps."""
+    """Return a model's parameters without looking up names, which takes most of the time; for a Bridge, the wrapped."""
     modules = modules_of(getattr(model, "original_model", model))
     weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
     return list({id(weight): weight for weight in weights}.values())
 
 
 def version_of(weight: Tensor) -> tuple[int, int]:
-    """What changes when a weight is replaced, moved or written to: its storage, and torch's own count of writes."""
-    if weight.is_inference():  # tensors made under inference_mode keep no count
+    """Return a key that changes when a weight is replaced, moved or written to: its storage and torch's write count."""
+    if weight.is_inference():  # tensors created in inference mode have no count
         return weight.data_ptr(), 0
     return weight.data_ptr(), weight._version
 
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight that is offloaded, by its name in its module, read one at a time."""
+    """Yield every offloaded weight with its name in its module, reading one at a time."""
     return ((each.name, each.hook.weights_map[each.name]) for each in _away(model))
 
 
 class _Away(NamedTuple):
-    """A weight that is offloaded: the module with the hook that holds it, its name in both, and what stands for it."""
+    """An offloaded weight: the module with the hook that holds it, its name in both, and its placeholder."""
 
     module: nn.Module
     hook: Any
@@ -244,7 +242,7 @@ class _Away(NamedTuple):
 
 
 def _away(model: nn.Module) -> Iterator[_Away]:
-    """Every weight of a model, or of a part of it, that is offloaded."""
+    """Yield every offloaded weight of a model or part."""
     for module in whole(model):
         for hook in offload_hooks(module):
             for name, weight in module.named_parameters(recurse=bool(hook.place_submodules)):
@@ -252,8 +250,8 @@ def _away(model: nn.Module) -> Iterator[_Away]:
 
 
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
-    """A weight that its hook holds in memory, or the file that it reads it from; neither where it knows none."""
-    if isinstance(weights, ChainMap):  # TransformerLens puts the bias of an unembedding before the others
+    """Return a weight that its hook holds in memory, or the file it is read from; neither if the hook has none."""
+    if isinstance(weights, ChainMap):  # TransformerLens prepends the bias of an unembedding
         sources = (_source(each, name) for each in weights.maps)
         return next((source for source in sources if any(part is not None for part in source)), (None, None))
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
@@ -276,7 +274,7 @@ def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | N
 
 
 def execution_device(part: nn.Module) -> torch.device:
-    """Where a part of a model runs: the device of its first weight, or the one that this is brought to."""
+    """Return the device on which a part runs: that of its first weight once it is loaded."""
     first = next(part.parameters(), torch.empty(0))
     if not first.is_meta:
         return first.device
@@ -287,19 +285,19 @@ def execution_device(part: nn.Module) -> torch.device:
 
 
 def refuse_offloaded(model: Any, what: str) -> None:
-    """Raise `UnsupportedModelError` for a model whose weights cannot be written to, as they are brought in again."""
+    """Raise `UnsupportedModelError` for offloaded weights, since anything written to them would be lost."""
     if any(offload_hooks(module) for module in whole(model)):
         raise UnsupportedModelError(
-            f"{what}: this model's weights are offloaded and read again for every run, so that nothing written to them "
-            "would stay. Load it into memory (without device_map or offload_folder)."
+            f"{what}: this model's weights are offloaded and read again for every run, so anything written to them "
+            "would be lost. Load it into memory (without device_map or offload_folder)."
         )
 
 
-# ------------------------------------------------------------------ what autograd saves
+# ------------------------------------------------------------------ tensors that autograd saves
 
 
 class Place(NamedTuple):
-    """Where the numbers of a saved tensor are: a view of one weight of an offloaded module."""
+    """Where a saved tensor's numbers are: a view of one weight of an offloaded module."""
 
     module: nn.Module
     name: str
@@ -309,20 +307,20 @@ class Place(NamedTuple):
 
 
 Weights = dict[int, list[tuple[nn.Module, str]]]
-"""The offloaded matrices of a model, module and name, by their size in bytes."""
+"""The offloaded matrices of a model, as module and name, by their size in bytes."""
 
 
 @contextmanager
 def saved_by_name(model: Any) -> Generator[None, None, None]:
-    """Inside, a graph of this model stores no offloaded matrix; its backward passes read them again.
+    """Keep offloaded matrices out of this model's autograd graphs; backward passes read them again.
 
-    Run and backward passes both belong inside, under the model's lock. Offloaded weights take no gradient there, as a
-    graph stores those that do.
+    Both the run and the backward pass must be inside, under the model's lock. Offloaded weights get no gradient there,
+    since a graph stores weights that require one.
     """
     with lock_of(model):
         weights: Weights = {}
         for module, _, name, weight in _away(model):
-            if weight.ndim > 1:  # vectors are too small to be worth reading again
+            if weight.ndim > 1:  # vectors are too small to be worth rereading
                 weights.setdefault(weight.numel() * weight.element_size(), []).append((module, name))
         if not weights:
             yield
@@ -339,9 +337,9 @@ def saved_by_name(model: Any) -> Generator[None, None, None]:
 
 
 def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
-    """Return a saved tensor, or a loaded weight's place, if it is one.
+    """Return a saved tensor or, if it is a loaded weight, its place.
 
-    Detached: an output that its own node keeps in Python would never be freed.
+    Detached, since an output kept by its own node in Python would never be freed.
     """
     if saved.ndim < 2 or saved.layout is not torch.strided:
         return saved.detach()
@@ -354,7 +352,7 @@ def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
 
 
 def _unpacked(saved: Tensor | Place) -> Tensor:
-    """The numbers of a saved tensor, read again where they lie elsewhere."""
+    """Return the numbers of a saved tensor, reading them again if they are offloaded."""
     if isinstance(saved, Tensor):
         return saved
     with torch.inference_mode(False), torch.no_grad(), loaded(saved.module):

@@ -1,9 +1,9 @@
-"""What a model must be able to do, and the kinds of argument that many functions share.
+"""What a model must be able to do, and the argument types that many functions share.
 
-Models are typed by what they can do, never by their class: HookedTransformer does not exist in TransformerLens 4. The
-aliases tell a type checker, and whoever reads a signature, what may be passed; at run time they are `Any`, so that
-`tensorlens_tl._arguments.checked_arguments` leaves them to the functions that read them: those refuse with the names of
-the values, the model's layers or positions, and what to pass, which a type cannot say.
+Models are typed by what they can do, never by their class, since HookedTransformer does not exist in TransformerLens 4.
+The type aliases document arguments for type checkers and readers. At run time they are `Any`, so that
+`tensorlens_tl._arguments.checked_arguments` leaves the check to the functions themselves, whose messages can name
+values, layers or positions.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ class HookedModel(Protocol):
 
     cfg: Any
 
-    if TYPE_CHECKING:  # not asked for at run time: a Bridge makes the dictionary anew for each such question
+    if TYPE_CHECKING:  # not at run time: a Bridge would rebuild the dictionary for every isinstance check
 
         @property
         def hook_dict(self) -> Mapping[str, Any]:
@@ -38,16 +38,16 @@ class HookedModel(Protocol):
         ...
 
     def hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
-        """The same hooks, inside a ``with`` block."""
+        """Attach the same hooks inside a ``with`` block."""
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The weights."""
+        """Yield the weights."""
         ...
 
 
 class Relative(Enum):
-    """Targets that depend on the query."""
+    """Targets that are defined relative to the query."""
 
     NEXT = "next"
 
@@ -56,17 +56,17 @@ class Relative(Enum):
 
 
 NEXT = Relative.NEXT
-"""As a target: every query asks for its own next token, the one that follows it in the prompt."""
+"""As a target: each query's own next token, the one that follows it in the prompt."""
 
 FIRST_CHOICE = "first-choice"
-"""As `target=` (or `minus=`): at each query the token of largest logit, which the model predicts."""
+"""As `target=` (or `minus=`): the token with the largest logit at each query, which the model predicts."""
 
 RUNNER_UP = "runner-up"
-"""As `minus=`: at each query the token of largest logit besides the target."""
+"""As `minus=`: the token with the largest logit other than the target, at each query."""
 
 if TYPE_CHECKING:
     ModelLike = HookedModel
-    """A model, as a user passes it."""
+    """A model, as users pass it."""
 
     TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
     """A token as text, id or `FIRST_CHOICE`; one for each prompt; one for each query, `[batch][query]`; or `NEXT`."""
@@ -78,13 +78,13 @@ if TYPE_CHECKING:
     """A vector `[d_model]`, one for each prompt, `[batch, d_model]`, or for each query, `[batch, query, d_model]`."""
 
     HeadChoice = Mapping[int, Collection[int]] | None
-    """Layer → the heads that stay; a layer that is not named keeps all."""
+    """Layer → the heads to keep; layers that are not named keep all."""
 
     MlpChoice = bool | Collection[int]
-    """Whether MLPs stay, or the layers whose MLPs do."""
+    """Whether to keep MLPs, or the layers whose MLPs to keep."""
 
     LayerRange = slice | Sequence[int] | None
-    """Consecutive layers, None for all."""
+    """Consecutive layers; None for all."""
 
     Device = str | torch.device | None
 else:

@@ -1,8 +1,8 @@
-"""How the parts of a block are read: MLPs, experts and their routing, attention's values and output, queries and keys.
+"""Reading the parts of a block: MLPs, experts and their routing, attention's values and output, queries and keys.
 
-A Bridge has no hook points inside experts, and those of routers are missing or mean different things. Routing is read
-where it takes effect: in the arguments that the experts are called with. A HookedTransformer's own mixture shows its
-routing at hook points that take effect, and so does each of its experts, one module each.
+A Bridge has no hook points inside experts, and those of routers are missing or inconsistent. Routing is therefore read
+where it takes effect, in the arguments that the experts are called with. In a HookedTransformer's own mixture, each
+expert is a module, and both the routing and the experts have hook points that take effect.
 """
 
 import inspect
@@ -57,11 +57,11 @@ MLP_PROJECTIONS: Sequence[tuple[str, ...]] = (
     ("wi", "wo"),
     ("fc1", "fc2"),
 )
-"""What Hugging Face's MLPs call input, output and gate, if they have one."""
+"""Names of input, output and gate in Hugging Face's MLPs; the gate is optional."""
 
 
 MLP_PARTS = ("in", "out", "gate")
-"""What TransformerLens calls the projections of an MLP."""
+"""TransformerLens' names for the projections of an MLP."""
 
 
 def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
@@ -70,7 +70,7 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
     (W_in, b_in), (W_out, b_out), (W_gate, b_gate) = (_projection(mlp, part, refuse) for part in MLP_PARTS)
     if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
         raise refuse(
-            f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp], and no experts that are. "
+            f"mlp ({type(mlp).__name__}) has no readable W_in and W_out [d_model, d_mlp], and no readable experts. "
             "Only plain and gated MLPs, and mixtures of them, can be frozen."
         )
     phi = read_activation(mlp, cfg, refuse)
@@ -79,7 +79,7 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
     if not isinstance(W_gate, Tensor):
         W_gate = None
         b_gate = None
-        fused = W_in.shape[1] == 2 * W_out.shape[0]  # gate and input in one projection (ModernBERT)
+        fused = W_in.shape[1] == 2 * W_out.shape[0]  # gate and input share one projection (ModernBERT)
         if fused:
             W_gate, W_in = W_in.chunk(2, dim=1)
             b_gate, b_in = maybe(partial(torch.chunk, chunks=2), b_in) or (None, None)
@@ -101,7 +101,7 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
 
 
 def _with_multipliers(read: MLPWeights, inner: Any) -> MLPWeights:
-    """The same, with the constants by which some multiply their gate and what they write (Falcon-H1)."""
+    """Include the constants that multiply gate and output in some models (Falcon-H1)."""
     gate = float(getattr(inner, "gate_multiplier", 1.0))
     phi = read.activation
     if gate != 1:
@@ -110,7 +110,7 @@ def _with_multipliers(read: MLPWeights, inner: Any) -> MLPWeights:
 
 
 def _projection(mlp: Any, part: str, refuse: Refuse) -> tuple[Any, Tensor | None]:
-    """One of an MLP's matrices, from input to output, as its module computes it, and its bias."""
+    """Return one of an MLP's matrices, from input to output, as its module computes it, and its bias."""
     module = unlike_shown(mlp, part)
     if module is not None:
         return read_linear(module, f"mlp.{part}", refuse)
@@ -119,31 +119,30 @@ def _projection(mlp: Any, part: str, refuse: Refuse) -> tuple[Any, Tensor | None
 
 def _bias(mlp: Any, name: str, part: str) -> Tensor | None:
     bias = shown(mlp, name)
-    if isinstance(bias, Tensor) and bias.is_meta:  # a Bridge shows the one that it had when it wrapped the model
+    if isinstance(bias, Tensor) and bias.is_meta:  # a Bridge shows the bias from when it wrapped the model
         bias = shown(mlp._modules.get(part), "bias")
     return detached(bias)
 
 
 def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
-    """The same, with a norm between activation and output where there is one (BitNet)."""
+    """Include a norm between activation and output, if there is one (BitNet)."""
     norm = innermost(getattr(inner, "ffn_sub_norm", None))
     if not isinstance(norm, nn.Module):
         return read
     weights = tried_norm(norm, cfg, width=read.W_out.shape[0])
     if not weights.only_scales:
-        raise refuse(f"the norm inside its mlp ({type(norm).__name__}) is centred or shifted; it is not read.")
+        raise refuse(f"the norm inside its mlp ({type(norm).__name__}) is centred or shifted; it is not supported.")
     W_out = times(read.W_out.mT, weights.gain).mT
     return replace(read, W_out=W_out, post_factor=InverseScale(weights), hooked=False)
 
 
 def has_projections(module: nn.Module) -> bool:
-    """True if a module has the projections of an MLP, under names that are known."""
+    """Whether a module has the projections of an MLP under known names."""
     return any(all(isinstance(getattr(module, name, None), nn.Module) for name in names) for names in MLP_PROJECTIONS)
 
 
 def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
-    """Return the weights of a Hugging Face MLP that TransformerLens does not show (an expert), else
-    `UnsupportedModelError`."""
+    """Read a Hugging Face MLP that TransformerLens does not show (an expert); raise if its parts are unknown."""
     fused = [innermost(getattr(module, name, None)) for name in ("input_linear", "output_linear")]
     if all(isinstance(getattr(part, "weight", None), Tensor) and part.weight.ndim == 2 for part in fused):
         both, out = (read_linear(part, "shared_mlp", refuse).weight for part in fused)
@@ -170,40 +169,41 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
 
 
 def read_activation(owner: Any, cfg: Any, refuse: Refuse) -> Activation:
-    """Return an MLP's activation; raise `UnsupportedModelError` if it has none, none by element, or a norm inside."""
+    """Return an MLP's activation; raise `UnsupportedModelError` if it is missing, not elementwise, or has a norm."""
     phi = find_activation(owner, cfg)
     if phi is None:
-        raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that we can find.")
+        raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that can be found.")
     like = torch.zeros(())
     if isinstance(phi, nn.Module):  # xIELU has weights
         like = next(iter(phi.parameters()), like)
     if not is_elementwise(phi, like.dtype, like.device):
-        raise refuse(f"mlp activation {cfg.act_fn!r} mixes channels; only elementwise ones are frozen.")
+        raise refuse(f"mlp activation {cfg.act_fn!r} mixes channels; only elementwise ones can be frozen.")
     if getattr(owner, "hook_mid", None) is not None:
-        raise refuse(f"mlp activation {cfg.act_fn!r} has a LayerNorm inside, which is not frozen.")
+        raise refuse(f"mlp activation {cfg.act_fn!r} has a LayerNorm inside, which cannot be frozen.")
     return phi
 
 
 LATENT = ("fc1_latent_proj", "fc2_latent_proj")
-"""What stands before and after experts that read a latent (NemotronH)."""
+"""Projections before and after experts that read a latent vector (NemotronH)."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where routing is seen.
+    """Where the routing of tokens to experts can be observed.
 
     Attributes:
-        module: called in every forward pass.
-        index, weight: arguments of its forward, `[token, choice]`: a token's experts, and their weights; `weight` may
-            be the name of its output.
-        dense: `weight` is `[token, expert]`, zero where not chosen, and `index` is not given.
-        scales_input: the weight scales an expert's input, not its output (Llama 4).
+        module: the module that is called in every forward pass.
+        index, weight: arguments of its forward, `[token, choice]`: a token's experts and their weights. `weight` may be
+            the name of its output.
+        dense: `weight` is `[token, expert]`, zero for experts that are not chosen, and `index` is not given.
+        scales_input: the weight scales an expert's input rather than its output (Llama 4).
         factor: multiplies all weights (Laguna).
-        shown: `index` and `weight` are hook points of a HookedTransformer, the second `[token, expert]`, chosen or not.
-        softmax: `weight` is a router's numbers: the largest choose, and count by their softmax (JetMoe).
-        normalised: a token's weights are then divided by their sum.
-        router: its first output is a number for every expert, `[token, expert]`; None where none is known.
-        read: from the output to the weights, where they are not its first tensor.
+        shown: `index` and `weight` are hook points of a HookedTransformer; `weight` is `[token, expert]`, including
+            experts that are not chosen.
+        softmax: `weight` holds a router's raw numbers: the largest are chosen and weighted by their softmax (JetMoe).
+        normalised: a token's weights are finally divided by their sum.
+        router: its first output is a number per expert, `[token, expert]`; None if no router is known.
+        read: extracts the weights from the output, if they are not its first tensor.
     """
 
     module: nn.Module
@@ -220,17 +220,17 @@ class Routing:
 
     @property
     def has_capacity(self) -> bool:
-        """True if an expert takes so many tokens of a prompt and no more, in their order (Switch Transformers)."""
+        """Whether an expert accepts only a fixed number of a prompt's tokens, in order (Switch Transformers)."""
         return self.read is _within_capacity
 
     def of_choices(
         self, weight: Float[Tensor, "batch pos number"], index: Int[Tensor, "batch pos choice"]
     ) -> Float[Tensor, "batch pos choice"]:
-        """What each choice counts, from what is seen of the weights."""
+        """Return the weight of each choice from the observed weights."""
         if self.shown:
             weight = weight.gather(-1, index)
         if self.softmax:
-            weight = weight.float().softmax(-1).to(weight)  # the router computes in float32, whatever the dtype
+            weight = weight.float().softmax(-1).to(weight)  # the router computes in float32 whatever the dtype
         if self.normalised:
             weight = weight / weight.sum(-1, keepdim=True)
         return weight * self.factor
@@ -238,19 +238,20 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertsWeights:
-    """``Σ_e weight_e · expert_e(x)``, and ``gate(x) · shared(x)`` for every token.
+    """A mixture ``Σ_e weight_e · expert_e(x)``, plus ``gate(x) · shared(x)`` for every token.
 
     Attributes:
-        count: of experts.
-        expert: from a number to that expert's weights, views of the model's own.
-        routing: where the routing is seen.
-        shared, shared_gate: the shared experts as one MLP, and what scales it; None for none, and for 1.
-        shared_module: the module called for the shared expert, where the layer has one.
-        module, modules: called for all of it, and for each expert, where a HookedTransformer's are frozen from inside.
+        count: the number of experts.
+        expert: returns the weights of an expert by number, as views of the model's own.
+        routing: where the routing can be observed.
+        shared, shared_gate: the shared experts as one MLP (None for none), and its gate (None for 1).
+        shared_module: the module that is called for the shared expert, if the layer has one.
+        module, modules: the modules called for the whole mixture and for each expert, if a HookedTransformer's are
+            frozen from inside.
         around: for experts next to an MLP, the names of the norms before and after each:
             ``{"experts": (before, after), "shared": ...}`` (Gemma 4).
-        choices: experts per token (all, where the model does not say).
-        branch_factor: what the block multiplies all of it by.
+        choices: experts per token (all, if the model does not say).
+        branch_factor: the factor that the block applies to the whole output.
     """
 
     count: int
@@ -267,19 +268,19 @@ class ExpertsWeights:
 
     @property
     def hooked(self) -> bool:
-        """Never: nothing inside can be held."""
+        """Always False: nothing inside can be held."""
         return False
 
     @property
     def hidden(self) -> int:
-        """Numbers that a vector takes inside at most: every expert that it is sent to, and the shared one."""
+        """The largest number of entries of a vector inside, over all experts it is sent to and the shared one."""
         hidden = self.choices * self.expert(0).hidden
         if self.shared is not None:
             hidden += self.shared.hidden
         return hidden
 
     def on(self, device: torch.device) -> "ExpertsWeights":
-        """The same with all weights on a device, those of an expert once they are read."""
+        """Return the mixture with its weights on a device; an expert's are moved when they are read."""
         return replace(on_device(self, device), expert=partial(_on_device, self.expert, device))
 
 
@@ -289,9 +290,9 @@ def _on_device(expert: Callable[[int], MLPWeights], device: torch.device, number
 
 @dataclass(frozen=True)
 class PerLayerWeights:
-    """What a block adds for a token's own input at each layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
+    """A block's addition for each token's own input at this layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
 
-    The input is `module`'s argument `argument`.
+    The input is the argument `argument` of `module`.
     """
 
     W_gate: Float[Tensor, "d_model d_input"]
@@ -302,14 +303,14 @@ class PerLayerWeights:
 
 
 def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights:
-    """The same of one block."""
+    """Read the `PerLayerWeights` of a block."""
     parts = (getattr(block, name) for name in ("per_layer_input_gate", "per_layer_projection"))
     W_gate, W_out = (read_linear(part, "per_layer", refuse).weight for part in parts)
     return PerLayerWeights(W_gate, W_out, read_activation(block, cfg, refuse), block, "per_layer_input")
 
 
 def has_experts(mlp: Any) -> bool:
-    """True if an MLP sends its tokens to experts."""
+    """Whether an MLP routes its tokens to experts."""
     experts = innermost(getattr(innermost(mlp), "experts", None))
     if isinstance(experts, nn.Module):
         return any(True for _ in experts.parameters())
@@ -317,16 +318,16 @@ def has_experts(mlp: Any) -> bool:
 
 
 def _is_parallel(layer: Any) -> bool:
-    """True if a layer's own projections are those of all its experts, one matrix each (JetMoe)."""
+    """Whether a layer stores the projections of all its experts as joint matrices (JetMoe)."""
     parts = (innermost(getattr(layer, name, None)) for name in ("input_linear", "output_linear"))
     weights = [getattr(part, "weight", None) for part in parts]
     return all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights)
 
 
 def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
-    """Return the experts of an MLP, or of a block where they stand next to its MLP.
+    """Return the experts of an MLP, or of a block if they are next to its MLP.
 
-    Raises `UnsupportedModelError` for weights, or arguments of their call, of an unknown form.
+    Raises `UnsupportedModelError` if the weights, or the arguments of the experts' call, have an unknown form.
     """
     layer = innermost(mlp)
     if not is_bridge_component(mlp):
@@ -335,7 +336,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         return _read_parallel(layer, cfg, refuse)
     experts = innermost(layer.experts)
     if any(isinstance(innermost(getattr(layer, name, None)), nn.Linear) for name in LATENT):
-        raise refuse("its experts read a latent of the vectors (moe_latent_size), which is not read.")
+        raise refuse("its experts read a latent of the vectors (moe_latent_size), which is not supported.")
     called = _first_child(layer, "shared_experts", "shared_expert", "shared_mlp")
     shared = innermost(called)
     gate = _first_module(layer, "shared_expert_gate")
@@ -353,7 +354,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
 
 
 def _read_parallel(layer: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
-    """Experts whose matrices the layer has itself; what it adds to their sum is in each, as their weights sum to 1."""
+    """Read experts from joint matrices; the layer's bias is added to each, since their weights sum to 1."""
     router, top_k = parallel_router(layer, refuse)
     first, down = (
         floating(innermost(getattr(layer, name)).weight, f"mlp.{name}", refuse).mT
@@ -371,21 +372,21 @@ def _read_parallel(layer: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
 
 
 def parallel_router(layer: Any, refuse: Refuse) -> tuple[nn.Module, int]:
-    """What gives a number for every expert of such a layer, and how many of them a token is sent to."""
+    """Return the router of such a layer, which outputs a number per expert, and how many experts a token is sent to."""
     router = innermost(getattr(layer, "router", None))
     linear = innermost(getattr(router, "layer", None))
     top_k = getattr(router, "top_k", None)
     if not isinstance(linear, nn.Module) or not isinstance(top_k, int):
-        raise refuse(f"the router of its experts ({type(router).__name__}) has no layer and top_k that are read.")
+        raise refuse(f"the router of its experts ({type(router).__name__}) has no readable layer and top_k.")
     return linear, top_k
 
 
 def _read_shown(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
-    """A HookedTransformer's own mixture: experts with matrices and hook points of TransformerLens' names."""
+    """Read a HookedTransformer's own mixture, whose experts have TransformerLens' matrices and hook points."""
     parts = ("experts", "W_gate", "hook_expert_indices", "hook_expert_weights")
     missing = [part for part in parts if not isinstance(getattr(mlp, part, None), nn.Module)]
     if missing:
-        raise refuse(f"its mixture of experts ({type(mlp).__name__}) has no {missing[0]}, and no routing that is read.")
+        raise refuse(f"its mixture of experts ({type(mlp).__name__}) has no {missing[0]}, and no readable routing.")
     read = [_read_shown_expert(expert, cfg, refuse) for expert in mlp.experts]
     softmax_of_choices = _glu_constants(mlp) is not None
     routing = Routing(
@@ -419,7 +420,7 @@ def _read_shown_expert(expert: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
 
 
 def _glu_constants(module: Any) -> tuple[float, float] | None:
-    """α and the limit of GPT-OSS' gated unit, which TransformerLens has as constants beside its class; else None."""
+    """Return α and the limit of gpt-oss' gated unit, constants in TransformerLens' module for it; otherwise None."""
     constants = vars(sys.modules[type(module).__module__])
     if "GPT_OSS_ALPHA" not in constants or "GPT_OSS_LIMIT" not in constants:
         return None
@@ -427,16 +428,16 @@ def _glu_constants(module: Any) -> tuple[float, float] | None:
 
 
 def _first_child(layer: Any, *names: str) -> nn.Module | None:
-    """Return the first of a layer's modules with one of these names, as the layer calls it.
+    """Return the first of a layer's submodules with one of these names, as the layer calls it.
 
-    In compatibility mode a Bridge's component computes without calling what it wraps.
+    In compatibility mode, a Bridge's component computes without calling what it wraps.
     """
     parts = (getattr(layer, name, None) for name in names)
     return next((part for part in parts if isinstance(innermost(part), nn.Module)), None)
 
 
 def _first_module(layer: Any, *names: str) -> nn.Module | None:
-    """The innermost of that."""
+    """Return the same module, unwrapped."""
     return innermost(_first_child(layer, *names))
 
 
@@ -445,7 +446,7 @@ def _shared_gate(linear: nn.Module, refuse: Refuse) -> Gate:
 
 
 def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
-    """Where routing is seen: at the experts, or, where they are given every token (Llama 4), at the router."""
+    """Return where routing can be observed: at the experts or, if they receive every token (Llama 4), at the router."""
     arguments = list(inspect.signature(experts.forward).parameters)
     factor = float(getattr(layer, "routed_scaling_factor", 1.0))
     router = _first_module(layer, "gate", "router")
@@ -456,12 +457,12 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
     if len(arguments) == 1 and router is not None:
         return Routing(router, "", "output", dense=True, scales_input=True)
     raise refuse(
-        f"its experts ({type(experts).__name__}) are called with {', '.join(arguments)}: no routing that is read."
+        f"its experts ({type(experts).__name__}) are called with {', '.join(arguments)}: no known form of routing."
     )
 
 
 def _choices(layer: Any, routing: Routing, count: int) -> int:
-    """How many experts a token is sent to; of all, where the model does not say."""
+    """Return how many experts a token is sent to; all, if the model does not say."""
     if routing.has_capacity:
         return 1
     numbers = (getattr(module, "top_k", None) for module in (layer, routing.router))
@@ -471,14 +472,14 @@ def _choices(layer: Any, routing: Routing, count: int) -> int:
 def _within_capacity(output: tuple[Tensor, ...]) -> Float[Tensor, "batch pos expert"]:
     """Return every expert's weight from a router that sends each token to one expert, or to none if that is full.
 
-    It gives a one-hot choice and its probability (Switch Transformers).
+    The router returns a one-hot choice and its probability (Switch Transformers).
     """
     sent, weight, *_ = output
     return sent * weight
 
 
 def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int], MLPWeights]]:
-    """How many, and the weights of each."""
+    """Return the number of experts, and a function that returns the weights of each."""
     if is_adapter(experts):
         raise refuse(
             f"its experts have adapters ({', '.join(in_effect(experts))}), which are not read there. Merge them "
@@ -489,7 +490,7 @@ def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int
     if not {name, "down_proj"} <= set(weights):
         members = [m for m in experts.children() if any(True for _ in m.parameters())]
         if not members:
-            raise refuse(f"its experts ({type(experts).__name__}) have no gate_up_proj and down_proj that are read.")
+            raise refuse(f"its experts ({type(experts).__name__}) have no readable gate_up_proj and down_proj.")
         read = [read_module(member, cfg, refuse) for member in members]
         return len(read), read.__getitem__
     first = floating(weights[name], f"experts.{name}", refuse)
@@ -523,7 +524,7 @@ def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int
 
 
 def _activations(experts: Any, cfg: Any, refuse: Refuse) -> tuple[Callable[[Tensor], Tensor], Any]:
-    """φ of the gate and ψ of what it gates."""
+    """Return φ of the gate, and ψ of the input that it multiplies."""
     limit = getattr(experts, "limit", None)
     alpha = getattr(experts, "alpha", None)
     if limit is None or alpha is None:
@@ -532,7 +533,7 @@ def _activations(experts: Any, cfg: Any, refuse: Refuse) -> tuple[Callable[[Tens
 
 
 def _clamped_glu(alpha: float, limit: float) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """φ and ψ of GPT-OSS, both clamped."""
+    """Return φ and ψ of gpt-oss, both clamped."""
 
     def swish(gate: Tensor) -> Tensor:
         gate = gate.clamp(max=limit)
@@ -542,11 +543,11 @@ def _clamped_glu(alpha: float, limit: float) -> tuple[Callable[[Tensor], Tensor]
 
 
 PROJECTIONS = ("q", "k", "v", "o")
-"""What a Bridge calls the projections of attention."""
+"""A Bridge's names for the projections of attention."""
 
 
 def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
-    """Return one attention layer's weights; raise `UnsupportedModelError` where it is no readable softmax attention."""
+    """Return one attention layer's weights; raise `UnsupportedModelError` unless it is readable softmax attention."""
     inner = innermost(attn)
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
@@ -583,23 +584,22 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
 def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     """Return the weights of attention that takes keys and values from the earlier `source` (Gemma 4).
 
-    Raises `UnsupportedModelError` for a gate or norm after either's heads, and weights that cannot be read.
+    Raises `UnsupportedModelError` for a gate or norm after either's heads, or weights that cannot be read.
     """
     values = read_attention(source, cfg, refuse)
     inner = innermost(attn)
     W_O, b_O = read_linear(inner.o_proj, "attn.o_proj", refuse)
     gated = isinstance(innermost(getattr(inner, "attn_sub_norm", None)), nn.Module)
     if gated or values.output_factor is not None or values.routing is not None:
-        raise refuse("a gate or a norm before W_O beside values of an earlier block, which is not read.")
+        raise refuse("a gate or a norm before W_O with values of an earlier block, which is not supported.")
     return replace(values, W_O=W_O, b_O=b_O, heads=len(W_O) // inner.head_dim, shared=True)
 
 
 def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
-    """Return how to read the pattern from the outputs of attention's module; None where a Bridge has a hook point for
-    it.
+    """Return a function that extracts the pattern from the outputs of attention's module; None if a hook point has it.
 
-    A Bridge may have none (NemotronH), or show the second output there, which is a bias of relative positions before
-    the pattern (Switch Transformers; of T5 TransformerLens knows that).
+    In a Bridge the hook point may be missing (NemotronH), or show the second output, which may be a bias of relative
+    positions before the pattern (Switch Transformers; TransformerLens handles this for T5).
     """
     if not is_bridge_component(attn):
         return None
@@ -612,14 +612,14 @@ def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
 
 
 def _returned(outputs: Any, number: int) -> Any:
-    """One of a module's outputs; None where it returns fewer."""
+    """Return one of a module's outputs, or None if it returns fewer."""
     return outputs[number] if isinstance(outputs, tuple) and len(outputs) > number else None
 
 
 def shared_source(attentions: Sequence[Any]) -> int | None:
-    """Return which earlier attention the last of several takes keys and values from, None for its own.
+    """Return which earlier attention the last of several takes keys and values from; None if it has its own.
 
-    Raises `UnsupportedModelError` where no earlier layer stores what it takes.
+    Raises `UnsupportedModelError` if no earlier layer stores what it takes.
     """
     *earlier, last = (innermost(attn) for attn in attentions)
     if not getattr(last, "is_kv_shared_layer", False):
@@ -632,16 +632,16 @@ def shared_source(attentions: Sequence[Any]) -> int | None:
 
 
 def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:
-    """Return one of Q, K, V, O by head, as its module computes it, `[head, d_model, d_head]` (O: `[head, d_head,
-    d_model]`).
+    """Return one of Q, K, V, O by head, as its module computes it, and its bias.
 
-    And its bias. Grouped attention has key-value heads; None where it is missing or not shown by head.
+    The matrix is `[head, d_model, d_head]` (O: `[head, d_head, d_model]`), with key-value heads for grouped attention;
+    None if it is missing or not shown by head.
     """
     module = unlike_shown(attn, letter.lower())
-    if is_bridge_component(attn) and not hasattr(attn, "hook_pattern"):  # nothing of it is shown (NemotronH)
+    if is_bridge_component(attn) and not hasattr(attn, "hook_pattern"):  # the Bridge shows nothing of it (NemotronH)
         module = innermost(getattr(innermost(attn), f"{letter.lower()}_proj", None))
     if module is None:
-        # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
+        # HookedTransformer expands W_V to query heads, but not _W_V; a Bridge has only the unexpanded one, as W_V.
         prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""
         weight = shown(attn, f"{prefix}W_{letter}")
         module = innermost(attn._modules.get("q"))
@@ -654,16 +654,16 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
     if letter == "O":
         return rearrange(weight, "(head d_head) d_model -> head d_head d_model", head=heads), bias
     width = weight.shape[1] // heads
-    if letter == "Q" and width == 2 * cfg.d_head:  # a gate beside each head's query
+    if letter == "Q" and width == 2 * cfg.d_head:  # each head's query is followed by a gate
         width = cfg.d_head
     by_head = rearrange(weight, "d_model (head d_head) -> head d_model d_head", head=heads)[..., :width]
     return by_head, maybe(lambda b: b.unflatten(0, (heads, -1))[:, :width], bias)
 
 
 def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
-    """Return the weights of a layer with another head size (Gemma 4), which a Bridge does not show; None without them.
+    """Read a layer with another head size (Gemma 4), which a Bridge does not show; None if its weights are missing.
 
-    Values may be read through the keys' projection.
+    Values may be computed by the keys' projection.
     """
     projections = (innermost(getattr(inner, name, None)) for name in ("v_proj", "k_proj"))
     values = next((part for part in projections if isinstance(part, nn.Module)), None)
@@ -679,7 +679,7 @@ def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
 
 
 def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
-    """The same, with a norm of values (Gemma 4), a norm before W_O (BitNet) and a gate, where there are any."""
+    """Include a norm of values (Gemma 4), a norm before W_O (BitNet) and a gate, if there are any."""
     value_norm, sub_norm = (innermost(getattr(inner, name, None)) for name in ("v_norm", "attn_sub_norm"))
     if isinstance(value_norm, nn.Module):
         assert read.value_matrix is not None
@@ -697,7 +697,7 @@ def _with_inner_norms(read: AttentionWeights, inner: Any, cfg: Any, refuse: Refu
 
 
 def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Gate | None:
-    """A gate of what the heads give, from what attention reads: per head or per channel."""
+    """Return a gate of the heads' outputs, computed from attention's input, per head or per channel."""
     width = read.W_O.shape[0]
     for name, squash in (("gate_proj", torch.sigmoid), ("g_proj", torch.nn.functional.softplus)):
         linear = innermost(getattr(inner, name, None))
@@ -708,7 +708,7 @@ def _gate(inner: Any, read: AttentionWeights, refuse: Refuse) -> Gate | None:
 
 
 def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
-    """A gate that the query projection gives as well, head by head after its query (Qwen3-Next, Qwen3.5)."""
+    """Return a gate that the query projection also outputs, after each head's query (Qwen3-Next, Qwen3.5)."""
     linear = innermost(getattr(inner, "q_proj", None))
     d_head = getattr(inner, "head_dim", None)
     weight = getattr(linear, "weight", None)
@@ -723,9 +723,9 @@ def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
 
 
 def _of_experts(inner: Any, refuse: Refuse) -> AttentionWeights:
-    """Return a mixture of attention heads (JetMoe): experts have queries and outputs of their own, and share values.
+    """Read a mixture of attention heads (JetMoe), whose experts have their own queries and outputs but share values.
 
-    A key-value head has one head of each expert.
+    Each key-value head has one head of each expert.
     """
     experts = innermost(inner.experts)
     router, choices = parallel_router(experts, refuse)
@@ -745,7 +745,7 @@ def _of_experts(inner: Any, refuse: Refuse) -> AttentionWeights:
 
 
 def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
-    """Multi-head latent attention (DeepSeek-V2): values are read from a normed latent vector of each token."""
+    """Read multi-head latent attention (DeepSeek-V2): values are computed from a normed latent vector of each token."""
     down, norm, up, out = (getattr(inner, name, None) for name in (
         "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
     ))  # fmt: skip
@@ -772,26 +772,26 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
 
 
 def read_query_key(attn: Any, cfg: Any, refuse: Refuse, factor: float = 1.0) -> QueryKeyWeights:
-    """Return the weights of one layer's scores; `factor` is what the block multiplies its input by.
+    """Return the weights behind one layer's scores; `factor` multiplies the block's input.
 
-    Raises `UnsupportedModelError` for queries of experts, and without readable W_Q and W_K.
+    Raises `UnsupportedModelError` for queries computed by experts, or without readable W_Q and W_K.
     """
     inner = innermost(attn)
     if hasattr(inner, "kv_proj") and hasattr(inner, "experts"):
         raise refuse(
-            "its queries are read by experts that each token is sent to (a mixture of attention heads), so "
-            "that its attention scores are not read."
+            "its queries are computed by experts that each token is sent to (a mixture of attention heads), so "
+            "its attention scores cannot be read."
         )
     (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, cfg, refuse) for letter in "QK")
     if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
         raise refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
     q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
     read_norm = partial(norm_weights, cfg=cfg)
-    for_both = innermost(getattr(inner, "qk_norm", None))  # of Llama 4
+    for_both = innermost(getattr(inner, "qk_norm", None))  # in Llama 4
     if isinstance(for_both, nn.Module):
         q_norm = k_norm = for_both
         read_norm = partial(tried_norm, cfg=cfg, width=W_Q.shape[2])
-    keys = float(getattr(inner, "key_multiplier", 1.0))  # of Falcon-H1
+    keys = float(getattr(inner, "key_multiplier", 1.0))  # in Falcon-H1
     W_Q = _multiplied(floating(W_Q, "attn.W_Q", refuse), factor)
     W_K = _multiplied(floating(W_K, "attn.W_K", refuse), factor * keys)
     return QueryKeyWeights(
@@ -806,14 +806,14 @@ def read_query_key(attn: Any, cfg: Any, refuse: Refuse, factor: float = 1.0) -> 
 
 
 def _multiplied(weight: Tensor, factor: float) -> Tensor:
-    """A weight and a constant that stands beside it; no copy where that is 1."""
+    """Multiply a weight by a constant, without a copy if it is 1."""
     return weight if factor == 1 else weight * factor
 
 
 def read_latent_scores(attn: Any, cfg: Any, refuse: Refuse) -> QueryKeyWeights | None:
-    """Return queries and keys of latent attention, each head's rotated channels first; None for other attention.
+    """Return queries and keys of latent attention, with each head's rotated channels first; None for other attention.
 
-    A key is read from the values' latent vector, and from channels that all heads share.
+    A key is computed from the values' latent vector, and from channels that all heads share.
     """
     inner = innermost(attn)
     if not isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
@@ -848,7 +848,7 @@ def read_latent_scores(attn: Any, cfg: Any, refuse: Refuse) -> QueryKeyWeights |
 
 
 def _latent_queries(inner: Any, cfg: Any, refuse: Refuse) -> tuple[Tensor, Tensor | None, Latent | None]:
-    """Their matrix, its bias, and the latent vector that they are read from; None for what attention reads."""
+    """Return the query matrix, its bias, and the latent vector it reads (None for attention's own input)."""
     if isinstance(getattr(inner, "q_b_proj", None), nn.Module):
         W_Q, b_Q = read_linear(inner.q_b_proj, "attn.q_b_proj", refuse)
         return W_Q, b_Q, _latent_of(inner, "q_a_proj", "q_a_layernorm", len(W_Q), cfg, refuse)
@@ -859,5 +859,5 @@ def _latent_queries(inner: Any, cfg: Any, refuse: Refuse) -> tuple[Tensor, Tenso
 def _latent_of(inner: Any, entry: str, norm: str, rank: int, cfg: Any, refuse: Refuse) -> Latent:
     read = tried_norm(innermost(getattr(inner, norm)), cfg, width=rank)
     if not read.only_scales:
-        raise refuse(f"attn.{norm} is centred or shifted; queries and keys through it are not read.")
+        raise refuse(f"attn.{norm} is centred or shifted; queries and keys through it are not supported.")
     return Latent(Linear(*read_linear(getattr(inner, entry), f"attn.{entry}", refuse)), read, rank)

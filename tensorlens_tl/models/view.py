@@ -1,9 +1,9 @@
-"""One reading of a model: HookedTransformer, HookedEncoder and TransformerBridge look alike from here.
+"""A uniform view of any model: HookedTransformer, HookedEncoder and TransformerBridge look alike through it.
 
-`ModelView` says what the model is made of and hands out the weights of each block in one layout: its embedding, what
-stands between the last block and the logits, and these. It is structural: nothing here imports a model class, because
-HookedTransformer does not exist in TransformerLens 4. Whether the reading is right is decided by the block proof
-(`tensorlens_tl.passes.proof`).
+`ModelView` describes a model's parts and provides the weights of each block in one layout, along with the embedding and
+everything between the last block and the logits. It is structural: nothing here imports a model class, because
+HookedTransformer does not exist in TransformerLens 4. The block proof (`tensorlens_tl.passes.proof`) decides whether
+the reading is right.
 """
 
 from collections.abc import Mapping
@@ -54,16 +54,15 @@ from tensorlens_tl.models.parameters import (
     tried_norm,
 )
 
-# ------------------------------------------------------------------ how blocks follow each other
+# ------------------------------------------------------------------ the order of blocks
 
 STACKS = ("encoder_blocks", "decoder_blocks")
 HOOKED_STACKS = ("encoder", "decoder")
-"""What an encoder–decoder calls its blocks: a Bridge, and a HookedEncoderDecoder."""
+"""Names of an encoder–decoder's stacks: in a Bridge, and in a HookedEncoderDecoder."""
 
 
 def stacks_of(model: Any) -> tuple[str, ...]:
-    """Return the names of a model's lists of blocks; raise `UnsupportedModelError` for a class not of
-    TransformerLens."""
+    """Return the names of a model's lists of blocks; raise `UnsupportedModelError` for other libraries' models."""
     stacks: tuple[str, ...] = ("blocks",)
     if is_looped(model):
         stacks = LOOPS
@@ -72,7 +71,7 @@ def stacks_of(model: Any) -> tuple[str, ...]:
     elif all(hasattr(model, stack) for stack in STACKS):
         stacks = STACKS
     for needed in ("cfg", *stacks, "hook_dict", "run_with_hooks"):
-        # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
+        # check the class first: a Bridge rebuilds its hook_dict whenever it is read
         if not hasattr(type(model), needed) and not hasattr(model, needed):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder, a "
@@ -82,18 +81,18 @@ def stacks_of(model: Any) -> tuple[str, ...]:
 
 
 def _has_hooked_stacks(model: Any) -> bool:
-    """True if it is one of TransformerLens' own encoder–decoders, which are no Bridge (up to 3.9)."""
+    """Whether it is TransformerLens' own encoder–decoder, which is not a Bridge (up to 3.9)."""
     stacks = (getattr(model, "_modules", {}).get(stack) for stack in HOOKED_STACKS)
     return not hasattr(model, "original_model") and all(isinstance(stack, nn.ModuleList) for stack in stacks)
 
 
 def _hint(model: Any) -> str:
-    """What to do instead, of an object that is no model of TransformerLens."""
+    """Suggest what to do with an object that is not a TransformerLens model."""
     if isinstance(model, str):
         return " The model comes first, then the input; load one by its name first."
     inside = {"FrozenPass": "frozen.model", "FrozenOperator": "operator.frozen"}.get(type(model).__name__)
     if inside is not None:
-        return f" A {type(model).__name__} is of a model: pass {inside}, or call what takes a frozen pass."
+        return f" A {type(model).__name__} belongs to a model: pass {inside}, or call what takes a frozen pass."
     if hasattr(model, "get_base_model"):
         return (
             " Of a model with adapters, wrap what lies inside: "
@@ -115,11 +114,11 @@ class PatchWeights:
     """A patch embedding: ``patch · weightᵀ + bias`` for every patch, plus a constant.
 
     Attributes:
-        weight: one row of pixels (channel, row, column) for each number of the residual stream.
-        bias: of the convolution.
+        weight: a row of pixels (channel, row, column) for each number of the residual stream.
+        bias: the bias of the convolution.
         constant: position embeddings, and the special tokens in front.
-        kernel, stride: of a patch, in pixels; patches overlap where they differ.
-        transposed: the input is a spectrogram `[batch, time, mel]`; its image has one row for each mel bin.
+        kernel, stride: size and spacing of patches, in pixels; patches overlap if they differ.
+        transposed: whether the input is a spectrogram `[batch, time, mel]`, whose image has a row per mel bin.
     """
 
     weight: Float[Tensor, "d_model pixel"]
@@ -130,24 +129,24 @@ class PatchWeights:
     transposed: bool
 
     def image(self, x: Tensor) -> Float[Tensor, "*rows channel height width"]:
-        """The model's input as an image."""
+        """Return the model's input as an image."""
         if self.transposed:
             return x[..., None, :, :].mT
         return x
 
     def grid(self, x: Tensor) -> tuple[int, int]:
-        """How many rows and columns of patches there are."""
+        """Return the numbers of rows and columns of patches."""
         height, width = self.image(x).shape[-2:]
         sizes = zip((height, width), self.kernel, self.stride, strict=True)
         rows, columns = ((size - kernel) // stride + 1 for size, kernel, stride in sizes)
         return rows, columns
 
     def columns(self, x: Tensor) -> Float[Tensor, "batch patch pixel"]:
-        """The pixels of every patch, row by row of patches."""
+        """Return the pixels of every patch, row by row of patches."""
         return unfold(self.image(x), self.kernel, stride=self.stride).mT
 
     def onto_input(self, columns: Float[Tensor, "*rows batch patch pixel"], like: Tensor) -> Tensor:
-        """The adjoint of `columns`: numbers of patches' pixels, summed where patches overlap, `[*rows, *input]`."""
+        """Apply the adjoint of `columns`: sum values of patches' pixels where patches overlap, `[*rows, *input]`."""
         image = self.image(like)
         flat = columns.reshape(-1, *columns.shape[-2:]).mT
         folded = fold(flat, image.shape[-2:], self.kernel, stride=self.stride)
@@ -159,14 +158,14 @@ class PatchWeights:
 
 @dataclass(frozen=True)
 class ClassHead:
-    """Where a classifier's unembedding reads: the mean of the first `tokens` positions, normed once more."""
+    """The input of an image classifier's unembedding: the mean of the first `tokens` positions, normed once more."""
 
     tokens: int
     norm: NormWeights | None
 
 
 def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
-    """The patch embedding of a vision transformer or of an audio spectrogram transformer; None of what is neither."""
+    """Return the patch embedding of a vision or audio spectrogram transformer; None for anything else."""
     inner = innermost(embed)
     convolution = getattr(getattr(inner, "patch_embeddings", None), "projection", None)
     positions = getattr(inner, "position_embeddings", None)
@@ -194,11 +193,11 @@ def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
 # ------------------------------------------------------------------ the ends of a model
 
 Unembedding = tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None]
-"""W_U and b_U, which is None where there is no bias."""
+"""W_U and b_U; the latter is None if there is no bias."""
 
 
 def projection(model: Any, name: str) -> nn.Module | None:
-    """What widens the stream after the embedding, ``project_in``, or narrows it before the unembedding (OPT-350m)."""
+    """Return ``project_in`` (after the embedding) or ``project_out`` (before the unembedding) of OPT-350m, or None."""
     module = innermost(getattr(model, "_modules", {}).get(name))
     return module if isinstance(module, nn.Module) else None
 
@@ -207,7 +206,7 @@ def _stored_embedding(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab widt
     embed = getattr(model, "embed", None)
     if is_adapter(innermost(embed)):
         return read_embedding(innermost(embed), "embed", refuse)
-    for owner in (embed, getattr(embed, "embed", None)):  # a HookedEncoder's is one module further in
+    for owner in (embed, getattr(embed, "embed", None)):  # nested one deeper in a HookedEncoder
         W_E = getattr(owner, "W_E", None)
         if isinstance(W_E, Tensor):
             return W_E.detach()
@@ -215,7 +214,7 @@ def _stored_embedding(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab widt
 
 
 def unembedding_weights(model: Any, refuse: Refuse) -> Unembedding | None:
-    """W_U and b_U with what stands before and after them, or None for a model that predicts no tokens."""
+    """Return W_U and b_U, including projections and biases around them; None if the model predicts no tokens."""
     unembed = getattr(model, "unembed", None)
     if unembed is None:
         return None
@@ -229,25 +228,25 @@ def unembedding_weights(model: Any, refuse: Refuse) -> Unembedding | None:
     added = detached(getattr(getattr(model, "original_model", None), "final_logits_bias", None))
     if added is None:
         return W_U, b_U
-    return W_U, plus(added[0], b_U)  # BART adds one besides
+    return W_U, plus(added[0], b_U)  # BART adds a second bias
 
 
 def _stored_unembedding(unembed: Any, refuse: Refuse) -> Unembedding:
     module = innermost(unembed)
     changed = is_bridge_component(unembed) and isinstance(module, nn.Module) and not is_plain(module)
-    if changed or (getattr(unembed, "W_U", None) is None and hasattr(unembed, "weight")):  # an image classifier's
+    if changed or (getattr(unembed, "W_U", None) is None and hasattr(unembed, "weight")):  # or an image classifier's
         return read_linear(module, "unembed", refuse)
     return floating(unembed.W_U, "unembed.W_U", refuse), detached(getattr(unembed, "b_U", None))
 
 
 def end_norm(model: Any, name: str) -> NormWeights | None:
-    """A norm after the last block of a stack, by where its hook points are; None where there is none."""
+    """Return a norm after the last block of a stack, by the prefix of its hook points, or None."""
     norm = getattr(model, name.partition("@")[0], None)
     return norm_weights(norm, model.cfg) if is_norm(norm) else None
 
 
 def read_mlm_head(model: Any, refuse: Refuse) -> MLMHead | None:
-    """A masked language model's transform before the unembedding, or the pooler of a classifier, or None."""
+    """Return a masked language model's transform before the unembedding, or a classifier's pooler, or None."""
     pooler = class_scores(model)
     if pooler is not None and pooler.act is not None:
         weight, bias = read_linear(pooler.dense, "the pooler's dense layer", refuse)
@@ -271,7 +270,7 @@ def read_mlm_head(model: Any, refuse: Refuse) -> MLMHead | None:
 
 
 def _prediction_head(model: Any, refuse: Refuse) -> MLMHead | None:
-    """The same after a separate final norm (ModernBERT), or None."""
+    """Return that transform if it follows a separate final norm (ModernBERT), or None."""
     head: Any = innermost(getattr(model, "prediction_head", None))
     if head is None:
         return None
@@ -294,14 +293,14 @@ READ_FROM = {
     "unembedding": ("unembed", "project_out"),
     "embedding": ("embed", "project_in"),
 }
-"""Which parts of a model a property of `ModelView` reads."""
+"""The parts of a model that a property of `ModelView` reads."""
 
 
 class ModelView:
-    """What a TransformerLens model is made of, whichever its class.
+    """The parts of a TransformerLens model, in a form that does not depend on its class.
 
     Attributes:
-        device: of its first weight and of all results, whichever devices its blocks run on.
+        device: the device of its first weight and of all results, whatever devices its blocks run on.
 
     >>> from tensorlens_tl.models import ModelView
     >>> view = ModelView(model)
@@ -313,13 +312,13 @@ class ModelView:
         """Read a model.
 
         Raises:
-            UnsupportedModelError: not a class of TransformerLens, or a configuration that cannot be frozen.
+            UnsupportedModelError: not a TransformerLens model, or a configuration that cannot be frozen.
             InvalidInputError: inside ``torch.autocast``.
         """
         self._stacks = stacks_of(model)
         self.is_hooked_encoder_decoder = self._stacks == HOOKED_STACKS
         self.is_encoder_decoder = self._stacks in (STACKS, HOOKED_STACKS)
-        with lock_of(model):  # another thread may have given it other weights for a while
+        with lock_of(model):  # another thread may have replaced its weights temporarily
             self.model = model
         self.cfg: Any = model.cfg
         self.class_name = type(model).__name__
@@ -347,7 +346,7 @@ class ModelView:
         return f"ModelView({self.description}, layers={self.n_layers})"
 
     def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
-        """This reading with other weights in some blocks, by TransformerLens' names; the model stays as it is."""
+        """Return a view with other weights in some blocks, by TransformerLens' names; the model is unchanged."""
         other = self._unread()
         other.blocks = list(self.blocks)
         for layer, changed in weights.items():
@@ -356,37 +355,37 @@ class ModelView:
 
     @property
     def any_offloaded(self) -> bool:
-        """True if any of its weights are read when they are needed."""
+        """Whether any of its weights are loaded only when needed."""
         return self.offloaded or any(block.offloaded for block in self.blocks)
 
     @property
     def any_moved(self) -> bool:
-        """True if any of its blocks runs on another device than that of its first weight."""
+        """Whether any block runs on a device other than that of its first weight."""
         return any(block.moved for block in self.blocks)
 
     def placed(self, name: str, value: Any) -> Any:
-        """What a property has read, on the device of the results; the unembedding stays where it is."""
+        """Return a property's value on the device of the results; the unembedding stays where it is."""
         return value if name == "unembedding" else on_device(value, self.device)
 
     def unmoved(self, device: torch.device) -> "ModelView":
-        """This reading with the blocks of one device read there."""
+        """Return a view in which the blocks of one device are read there."""
         other = self._unread()
         other.blocks = [block.unmoved() if block.device == device else block for block in self.blocks]
         return other
 
     def _unread(self) -> "ModelView":
-        """A copy; what is loaded just now is left out."""
+        """Return a copy without what is currently loaded."""
         other = copy(self)
         other._residences = {name: each.renewed(vars(other)) for name, each in self._residences.items()}
         return other
 
     def loaded(self, name: str) -> AbstractContextManager[None]:
-        """Inside, what a property reads stays loaded; it is dropped at the end of the outermost one, if offloaded."""
+        """Keep what a property reads loaded inside the context; if offloaded, the outermost context drops it."""
         return self._residences[name].opened(vars(self), name) if self.offloaded else nullcontext()
 
     @cached_property
     def rotary_modules(self) -> list[Any]:
-        """What gives the angles of rotary positions in the model that a Bridge wraps: one walk for all layers."""
+        """Modules that compute the angles of rotary positions in a Bridge's wrapped model, found in one walk."""
         inner = getattr(self.model, "original_model", nn.Identity())
         rotary = [module for name, module in inner.named_modules() if name.endswith("rotary_emb")]
         return [getattr(module, "original_component", module) for module in rotary]
@@ -400,32 +399,31 @@ class ModelView:
             )
 
     def require_chain(self, what: str) -> None:
-        """Raise `UnsupportedModelError` unless every block is a map of the output of the one before.
+        """Raise `UnsupportedModelError` unless every block is a map of the previous block's output.
 
-        An encoder–decoder, a loop, and keys and values of an earlier block are not.
+        This rules out encoder–decoders, loops, and keys and values shared between blocks.
         """
         self.refuse_encoder_decoder(what)
         self.refuse_shared_values(what)
 
     def require_single_streams(self, what: str) -> None:
-        """Raise `UnsupportedModelError` for a block that reads a second stream of its stack: loops, shared keys and
-        values."""
+        """Raise `UnsupportedModelError` for blocks that read a second stream of their stack: loops, shared values."""
         self.refuse_loop(what)
         self.refuse_shared_values(what)
 
     def refuse_encoder_decoder(self, what: str) -> None:
-        """Raise `UnsupportedModelError` for an encoder–decoder or a loop, where blocks are read as one stack."""
+        """Raise `UnsupportedModelError` for an encoder–decoder or a loop, if blocks are read as a single stack."""
         self.refuse_loop(what)
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
-                f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
+                f"{what}: not supported for encoder–decoders, whose blocks form two stacks ({self.description}). The "
                 "operator, every method of attribution, the circuits logit_attribution, total_effects, head_map, "
                 "paths, contribution_graph, patch_scores, edge_scores, qk_attribution and routes, and ov, qk, "
                 "virtual_head and composition_scores take it."
             )
 
     def crossing_layers(self) -> str:
-        """Which layers have cross-attention, in words."""
+        """Say which layers have cross-attention."""
         crossing = [layer for layer, block in enumerate(self.blocks) if block.cross_attention is not None]
         if not crossing:
             return "no layer has"
@@ -434,55 +432,56 @@ class ModelView:
         return f"layers {crossing[0]} to {crossing[-1]} have"
 
     def refuse_loop(self, what: str) -> None:
-        """Refuse blocks that run in a loop, where something reads them as a chain."""
+        """Raise for blocks that run in a loop, if they are read as a chain."""
         if self.loop is not None:
             raise UnsupportedModelError(
-                f"{what}: not read of a model whose blocks run in a loop ({self.description}): {' and '.join(LOOPS)} "
-                "each have a state, and a block reads the sum of both. The operator and method='tensorlens' take it."
+                f"{what}: not supported for a model whose blocks run in a loop ({self.description}): "
+                f"{' and '.join(LOOPS)} each have a state, and a block reads the sum of both. The operator and "
+                "method='tensorlens' take it."
             )
 
     def refuse_shared_values(self, what: str) -> None:
-        """Refuse a block whose attention takes keys and values of an earlier one, naming both."""
+        """Raise for a block whose attention takes keys and values of an earlier one, naming both."""
         for block in self.blocks:
             if block.values_layer is not None:
                 raise UnsupportedModelError(
                     f"{what}: {block.name} of this {self.description} takes keys and values of block "
-                    f"{block.values_layer} (shared keys and values), so that what it writes depends on the stream "
-                    "there as well: no map of one block's stream is all of it. The operator, method='tensorlens' and "
+                    f"{block.values_layer} (shared keys and values), so its output also depends on the stream "
+                    "there, and no map of its own stream describes it fully. The operator, method='tensorlens' and "
                     "gradients take both streams and are exact."
                 )
 
     def refuse_gradients(self, what: str) -> None:
-        """Refuse a loop of which the live model runs some calls without recording gradients."""
+        """Raise for a loop in which the live model runs some calls without recording gradients."""
         if self.loop is None or not self.loop.without_gradients:
             return
         slow, fast = (sum(call.stack == stack for call in self.loop.calls) for stack in LOOPS)
         raise UnsupportedModelError(
             f"{what}: {self.description} runs {self.loop.without_gradients} of its {len(self.loop.calls)} calls of "
-            "a stack without recording gradients (config.L_bp_cycles), so that those of the live model lack what "
-            f"passes through them. method='tensorlens' has all of it; or load the model with L_bp_cycles="
+            "a stack without recording gradients (config.L_bp_cycles), so gradients of the live model miss "
+            f"everything that passes through them. method='tensorlens' includes it; or load the model with L_bp_cycles="
             f"{[fast // slow] * slow}."
         )
 
     @property
     def is_whitened(self) -> bool:
-        """True if the stream of any block is whitened first."""
+        """Whether the stream is whitened before any block."""
         return any(block.whitening is not None for block in self.blocks)
 
     @property
     def sliding_window(self) -> int | None:
-        """Return how many keys a Bridge's sliding-window layers see; None for other models.
+        """The window size of a Bridge's sliding-window layers; None for other models.
 
-        There a padded query whose keys are all padding is NaN, and so is what later layers compute from it.
+        In such layers, a padded query whose keys are all padding is NaN, and so is everything computed from it.
         """
         window = getattr(self.text_config, "sliding_window", None)
         return window if isinstance(window, int) and window > 0 else None
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, or None without one that can read a text.
+        """The model's tokenizer; None if it has none that can read text.
 
-        For a folder without one transformers builds a placeholder of special tokens only.
+        For a folder without a tokenizer, transformers builds a placeholder that has only special tokens.
         """
         tokenizer = getattr(self.model, "tokenizer", None)
         if tokenizer is None or len(tokenizer) <= len(set(tokenizer.all_special_ids)):
@@ -491,18 +490,18 @@ class ModelView:
 
     @property
     def begins_with_encoder(self) -> bool:
-        """True if a Bridge's text is read by an encoder: one that fills gaps, or that of an encoder–decoder."""
+        """Whether a Bridge's text is read by an encoder: a masked language model's, or an encoder–decoder's."""
         return self.is_bridge and (self.is_encoder_decoder or hasattr(self.model, "mlm_head"))
 
     @cached_property
     def wrapped_twice(self) -> bool:
-        """True if a Bridge wraps parts that another Bridge has wrapped already."""
+        """Whether a Bridge wraps parts that another Bridge already wraps."""
         wrapped = (getattr(module, "original_component", None) for module in self.model.modules())
         return self.is_bridge and any(map(is_bridge_component, wrapped))
 
     @property
     def description(self) -> str:
-        """Class and name, for messages; the architecture where the name says nothing."""
+        """Class and name, for messages; the architecture if the name is not informative."""
         name = getattr(self.cfg, "model_name", "custom")
         if name in ("custom", "external"):
             name = getattr(self.cfg, "architecture", None) or name
@@ -515,12 +514,12 @@ class ModelView:
 
     @property
     def n_ctx(self) -> int:
-        """The longest prompt (of images and sound the config says nothing reliable)."""
+        """The maximal length of a prompt (for images and sound the config is not reliable)."""
         return self.cfg.n_ctx
 
     @property
     def d_vocab(self) -> int:
-        """The size of the vocabulary; of a model of images or sound, how many classes it tells apart."""
+        """The size of the vocabulary; for a model of images or sound, the number of its classes."""
         if self.reads == "tokens":
             return self.cfg.d_vocab
         if self.unembedding is None:
@@ -529,17 +528,17 @@ class ModelView:
 
     @property
     def decoder_vocab(self) -> int:
-        """The size of the vocabulary that an encoder–decoder's decoder reads (Marian may have two)."""
+        """The vocabulary size of an encoder–decoder's decoder (it may differ in Marian)."""
         return getattr(self.config, "decoder_vocab_size", None) or self.d_vocab
 
     @property
     def decoder_argument(self) -> str:
-        """What an encoder–decoder's forward calls what its decoder reads."""
+        """The name of the forward argument for the decoder's input."""
         return "decoder_input" if self.is_hooked_encoder_decoder else "decoder_input_ids"
 
     @property
     def reads(self) -> str:
-        """What the model reads: ``"tokens"``, ``"images"`` or ``"sound"``."""
+        """The kind of input: ``"tokens"``, ``"images"`` or ``"sound"``."""
         if getattr(self.cfg, "is_visual_model", False):
             return "images"
         if getattr(self.cfg, "is_audio_model", False):
@@ -553,24 +552,24 @@ class ModelView:
 
     @property
     def text_config(self) -> Any:
-        """The same, of the part that reads text where a model reads images as well."""
+        """The Hugging Face config of the part that reads text, if the model also reads images."""
         config = self.config
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @weights_read
     def patches(self) -> PatchWeights | None:
-        """How an image's patches (or a spectrogram's) are embedded, or None."""
+        """The embedding of an image's (or spectrogram's) patches, or None."""
         if self.reads == "tokens":
             return None
         return read_patches(getattr(self.model, "embed", None), transposed=self.reads == "sound")
 
     @weights_read
     def class_head(self) -> ClassHead | None:
-        """Where the classes of an image or a spectrogram are read from; None where logits are those of positions."""
+        """Where the classes of an image or a spectrogram are read; None if the logits belong to positions."""
         if self.reads == "tokens" or getattr(self.model, "unembed", None) is None:
             return None
         norm: Any = getattr(self.model, "classifier_ln", None)
-        if is_norm(norm):  # an audio spectrogram transformer's mean of CLS and distillation token
+        if is_norm(norm):  # an audio spectrogram transformer averages CLS and distillation token
             return ClassHead(2, norm_weights(norm, self.cfg))
         if self.reads == "images":
             return ClassHead(1, None)
@@ -578,20 +577,20 @@ class ModelView:
 
     @property
     def classes(self) -> Classes | None:
-        """The classes of a classifier of text (`load_classifier`); None of any other model."""
+        """The classes of a text classifier (`load_classifier`); None for other models."""
         return classes_of(self.model)
 
     @property
     def has_probabilities(self) -> bool:
-        """True if one of what its logits are of excludes the others, so that their softmax says how likely each is."""
+        """Whether the outputs are mutually exclusive, so that their softmax gives probabilities."""
         return self.classes is None or self.classes.exclude
 
     def require_probabilities(self, what: str) -> None:
-        """Raise `UnsupportedModelError` for a classifier whose outputs do not exclude each other."""
+        """Raise `UnsupportedModelError` for a classifier whose classes are not mutually exclusive."""
         if not self.has_probabilities:
             raise self._refuse(
                 f"{what}: the outputs of this classifier do not exclude each other, so they have no probabilities that "
-                "sum to 1. Ask about the logit of one of them, target=label."
+                "sum to 1. Explain the logit of one of them, target=label."
             )
 
     @cached_property
@@ -605,26 +604,26 @@ class ModelView:
 
     @cached_property
     def norms_in_float32(self) -> bool:
-        """True if norms of a float64 model compute in float32, as its first block's do."""
+        """Whether norms of a float64 model compute in float32, judging by its first block."""
         norms = [getattr(self.blocks[0].module, name, None) for name in ("norm", *NORMS)]
         with loaded(*norms):
             return any(computes_in_float32(norm) for norm in norms if is_norm(norm))
 
     @weights_read
     def final_norm(self) -> NormWeights | None:
-        """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
+        """The norm after the last block, or None (a masked language model's `ln_final` belongs to its head)."""
         if hasattr(self.model, "mlm_head"):
             return None
         norm = end_norm(self.model, self.final_norm_name)
         if norm is None or not self.is_hooked_encoder_decoder or not self.cfg.tie_word_embeddings:
             return norm
-        # its logits are of √(1/d_model) times what the norm gives, and no hook point stands between
+        # the logits are computed from the norm's output times √(1/d_model), with no hook point in between
         gain = next(self.model.parameters()).new_full((self.cfg.d_model,), self.cfg.d_model**-0.5)
         return replace(norm, gain=times(gain, norm.gain))
 
     @property
     def final_norm_name(self) -> str:
-        """Where the hook points of the norm after the last block are."""
+        """The prefix of the hook points of the norm after the last block."""
         if self.loop is not None:
             return self.loop.calls[-1].norm
         if self.is_hooked_encoder_decoder:
@@ -637,7 +636,8 @@ class ModelView:
     def encoder_norm(self) -> NormWeights | None:
         """The norm after an encoder–decoder's last encoder block, or None.
 
-        A HookedEncoderDecoder shows its output before the gain, which belongs to its readers (`Owner.encoder_gain`).
+        A HookedEncoderDecoder shows its output before the gain, which is assigned to its readers
+        (`Owner.encoder_gain`).
         """
         norm = end_norm(self.model, self.encoder_norm_name)
         if norm is None or not self.is_hooked_encoder_decoder:
@@ -646,7 +646,7 @@ class ModelView:
 
     @property
     def encoder_norm_name(self) -> str:
-        """Where the hook points of the norm after the last encoder block are."""
+        """The prefix of the hook points of the norm after the last encoder block."""
         return "encoder_final_ln" if self.is_hooked_encoder_decoder else ENCODER_NORM
 
     @weights_read
@@ -659,16 +659,16 @@ class ModelView:
 
     @weights_read
     def unembedding(self) -> Unembedding | None:
-        """W_U and b_U, or None for a model that predicts no tokens."""
+        """W_U and b_U; None for a model that predicts no tokens."""
         return unembedding_weights(self.model, self._refuse)
 
     @property
     def projection(self) -> nn.Module | None:
-        """What narrows the stream before it is unembedded (OPT-350m): part of the unembedding here."""
+        """The projection that narrows the stream before the unembedding (OPT-350m), counted as part of the latter."""
         return projection(self.model, "project_out")
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
-        """Return ``cap((x·W_U + b_U) · factor)`` of what is unembedded (a masked model's head output).
+        """Return ``cap((x·W_U + b_U) · factor)`` for the input of the unembedding (a masked model's head output).
 
         Raises `UnsupportedModelError` if the model predicts no tokens.
         """
@@ -683,7 +683,7 @@ class ModelView:
 
     @cached_property
     def logit_factor(self) -> float:
-        """What the model multiplies its logits by before any soft cap (Granite, Cohere, Falcon-H1, …); most often 1."""
+        """The factor on the logits before any soft cap (Granite, Cohere, Falcon-H1, …); usually 1."""
         config = self.text_config
         factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
         factor = float(factor) * float(getattr(config, "lm_head_multiplier", None) or 1.0)
@@ -693,7 +693,7 @@ class ModelView:
 
     @property
     def scales_decoder_output(self) -> bool:
-        """True if what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
+        """Whether the unembedding reads the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
         config = self.config
         if not self.is_encoder_decoder or not hasattr(config, "relative_attention_num_buckets"):
             return False
@@ -702,7 +702,7 @@ class ModelView:
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E, as stored (Gemma multiplies it by a constant on its way), with a matrix that widens it (OPT-350m)."""
+        """W_E as stored (Gemma scales it afterwards), including a projection that widens it (OPT-350m)."""
         embedding = _stored_embedding(self.model, self._refuse)
         widening = projection(self.model, "project_in")
         if widening is None:
@@ -711,13 +711,13 @@ class ModelView:
 
     @property
     def end_adapters(self) -> tuple[str, ...]:
-        """The names of the adapters in effect in the embedding and the unembedding."""
+        """The names of active adapters in the embedding and the unembedding."""
         parts = [getattr(self.model, name, None) for name in ("embed", "unembed")]
         return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
 
     @property
     def soft_cap(self) -> float | None:
-        """The final logits' soft cap c·tanh(x/c), or None."""
+        """The cap c of the final logits, c·tanh(x/c), or None."""
         cap = float(getattr(self.cfg, "output_logits_soft_cap", None) or 0)
         return cap if cap > 0 else None
 
@@ -727,8 +727,7 @@ class ModelView:
         return Untrained(self.model)
 
     def provenance(self) -> dict[str, str]:
-        """What a result depends on besides the prompt: names, versions, weight processing, dtype, adapters,
-        untrained weights."""
+        """Return what results depend on besides the prompt: names, versions, dtype, and the state of the weights."""
         optional = {
             "newly_initialised": ", ".join(self.untrained.names or ()),
             "adapters": ", ".join(adapter_names(self.model)),
@@ -744,12 +743,12 @@ class ModelView:
 
     @cached_property
     def weight_processing(self) -> str:
-        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
+        """The processing of the weights; logits and residual basis depend on it, logit differences do not.
 
-        Read from the weights: norms without gain and shift (folded, or never trained), and zero means of output
-        weights.
+        It is inferred from the weights: norms without gain and shift (folded, or never trained), and output weights of
+        zero mean.
         """
-        norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one tells most often
+        norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one usually decides
         first = self.blocks[0]
         processed = {
             "plain norms": all(norm.is_plain for norm in norms) and any(block.norms for block in self.blocks),
@@ -760,10 +759,10 @@ class ModelView:
 
 
 def _zero_mean(rows: Tensor) -> bool:
-    return all(bool(row.mean().abs() <= 1e-4 * row.std(correction=0)) for row in rows)  # the first one tells most often
+    return all(bool(row.mean().abs() <= 1e-4 * row.std(correction=0)) for row in rows)  # the first usually decides
 
 
 @cache
 def _version_of_transformer_lens() -> str:
-    """The installed version, looked up once: the look-up reads files."""
+    """Return the installed version, cached since the lookup reads files."""
     return version("transformer-lens")

@@ -1,11 +1,11 @@
-"""How is a model given other weights for a while? Through the tensors that its own properties show, and back again.
+"""Replacing a model's weights temporarily, through the tensors that its own properties show, and restoring them.
 
-Every class shows an attention layer's projections by head, ``attn.W_Q`` and so on, as views of its parameters; what is
-written to a view is what the model computes with. Writes go through ``.data``, which torch does not count: when the old
-numbers are back, bit for bit, a frozen pass that was taken before is valid again, and while they are not, it is refused
-by the numbers themselves (`tensorlens_tl.models.lifecycle.WeightState`).
+Every class shows an attention layer's projections by head, ``attn.W_Q`` and so on, as views of its parameters; writing
+to a view changes what the model computes. Writes go through ``.data``, which torch does not count: once the old numbers
+are restored bit for bit, a frozen pass taken before is valid again, and until then it is rejected because of the
+numbers themselves (`tensorlens_tl.models.lifecycle.WeightState`).
 
-A Bridge of a model with one joint projection (GPT-2, NeoX, Phi-3) may keep that beside the split ones. Where the two
+A Bridge of a model with one joint projection (GPT-2, NeoX, Phi-3) may keep that next to the split ones. If the two
 agree, both are written.
 """
 
@@ -31,8 +31,7 @@ MLP = ("W_in", "W_gate", "W_out")
 
 @dataclass(frozen=True, eq=False)
 class JointCopy:
-    """A `parameter` that stores several of the weights again; `interleaved` if each key-value group's parts lie
-    together."""
+    """A joint `parameter` that duplicates several weights; `interleaved` if parts are grouped by key-value head."""
 
     parameter: Tensor
     parts: tuple[str, ...]
@@ -40,16 +39,16 @@ class JointCopy:
 
 
 def writable(block: BlockView) -> dict[str, Tensor]:
-    """Return a block's weights by TransformerLens' names, as writable views; missing biases are left out.
+    """Return a block's weights by TransformerLens' names as writable views, omitting missing biases.
 
-    Raises `UnsupportedModelError` for attention that cannot be read, quantised weights, and mere copies.
+    Raises `UnsupportedModelError` for attention that cannot be read, quantised weights, and tensors that are copies.
     """
     where = f"blocks.{block.layer} of this {block.model.description}"
     refuse_offloaded(block.module, where)
     if block.moved:
         raise UnsupportedModelError(
-            f"{where} runs on {block.device}, and the model's first weight is on {block.model.device}: other weights "
-            "are written only where both are on one device. Load the model on one device."
+            f"{where} runs on {block.device}, and the model's first weight is on {block.model.device}: weights can "
+            "only be replaced where both are on one device. Load the model on one device."
         )
     _refuse_adapted(block, where)
     block.require_attention()
@@ -73,7 +72,7 @@ def writable(block: BlockView) -> dict[str, Tensor]:
 
 
 def _refuse_adapted(block: BlockView, where: str) -> None:
-    """Raise `UnsupportedModelError` where a layer is more than its weight: what is written would not be all it does."""
+    """Raise `UnsupportedModelError` for layers with adapters, whose effect would be added to what is written."""
     for name, part in block.module.named_modules():
         if is_adapter(part):
             raise UnsupportedModelError(
@@ -84,13 +83,13 @@ def _refuse_adapted(block: BlockView, where: str) -> None:
 
 
 def _shown(attn: Any, name: str) -> Any:
-    """HookedTransformer expands keys and values to query heads and keeps the grouped ones with an underscore."""
+    """Return a projection; HookedTransformer keeps unexpanded grouped keys and values with an underscore."""
     names = [name for name in (f"_{name}", name) if hasattr(attn, name)]
     return getattr(attn, names[0]) if names else None
 
 
 def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
-    """Raise `UnsupportedModelError` where a block's weights are another block's as well."""
+    """Raise `UnsupportedModelError` if a block shares weights with another block."""
     owners: dict[int, int] = {}
     for block in view.blocks:
         for place in {parameter.data_ptr() for parameter in block.module.parameters() if parameter.numel()}:
@@ -103,7 +102,7 @@ def refuse_shared(view: ModelView, layers: Sequence[int]) -> None:
 
 
 def joint_copies(block: BlockView, weights: Mapping[str, Tensor]) -> list[JointCopy]:
-    """Joint projections that lie beside the split weights and say the same."""
+    """Return joint projections that duplicate the split weights and agree with them."""
     storages = {weight.untyped_storage().data_ptr() for weight in weights.values()}
     options = [(names, mixed) for names in (("W_Q", "W_K", "W_V"), ("b_Q", "b_K", "b_V")) for mixed in (False, True)]
     options += [(("W_gate", "W_in"), False), (("W_in", "W_gate"), False)]
@@ -127,7 +126,7 @@ def joint_copies(block: BlockView, weights: Mapping[str, Tensor]) -> list[JointC
 
 
 def _layout(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
-    """The parts side by side, `[out, in]` (a bias: `[out]`)."""
+    """Return the parts side by side, `[out, in]` (a bias: `[out]`)."""
     parts = [weights[name] for name in copy.parts]
     if copy.parts[0] in MLP:
         return torch.cat(parts, dim=1).mT
@@ -140,7 +139,7 @@ def _layout(copy: JointCopy, weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def _oriented(joint: Tensor, parameter: Tensor) -> Tensor | None:
-    """A joint weight in the orientation of a parameter, or None where neither orientation fits."""
+    """Return a joint weight in the orientation of a parameter, or None if neither orientation fits."""
     if joint.shape == parameter.shape:
         return joint
     if joint.ndim == 2 and joint.mT.shape == parameter.shape:
@@ -150,16 +149,15 @@ def _oriented(joint: Tensor, parameter: Tensor) -> Tensor | None:
 
 @contextmanager
 def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Generator[None, None, None]:
-    """Inside, the model has other weights in some blocks (by layer and name, see `writable`); the old return bit for
-    bit.
+    """Give the model other weights in some blocks (by layer and name, see `writable`), restored bit for bit on exit.
 
-    A model that is cast or moved inside has the old weights, cast or moved, afterwards.
+    If the model is cast or moved inside the context, its restored weights are cast or moved likewise.
 
     Raises:
         UnsupportedModelError: weights that cannot be written, or are shared between blocks.
         InvalidInputError: a name or shape that the model does not have.
         NumericalError: weights that are not finite in the model's dtype. In these three cases nothing was written.
-        FrozenModelError: afterwards, if weights were changed inside; those changes stay.
+        FrozenModelError: on exit, if weights were changed inside; those changes stay.
     """
     writes = _writes(view, weights)
     copies = _copies(view, weights)
@@ -169,16 +167,16 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
             changed.append(Changed(place, weight.clone(), sampled(value)))
             _overwrite(weight, value)
             if not torch.equal(weight, value):
-                raise UnsupportedModelError(f"{place}: what was written does not read back.")
+                raise UnsupportedModelError(f"{place}: the weight that was written does not read back.")
         _follow(view, copies)
-        del writes, weights  # a plan's dense weights are not needed while the model runs on its own
+        del writes, weights  # a plan's dense weights are no longer needed while the model runs
         yield
     finally:
         _put_back(view, changed)
 
 
 class Place(NamedTuple):
-    """Which weight of which block."""
+    """One weight of one block."""
 
     layer: int
     name: str
@@ -188,7 +186,7 @@ class Place(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """A weight that was overwritten: where, what it was, and a sample of what it was overwritten with."""
+    """An overwritten weight: its place, its old value, and a sample of the new one."""
 
     place: Place
     before: Tensor
@@ -196,13 +194,13 @@ class Changed(NamedTuple):
 
 
 def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
-    """Write old weights to the tensors that the model shows *now*; an interruption does not leave the others out."""
+    """Restore old weights in the tensors that the model shows *now*, even if interrupted."""
     first: BaseException | None = None
     foreign: list[str] = []
     copies: dict[int, list[JointCopy]] = {}
 
     def twice(step: Callable[[], None]) -> None:
-        """Try once more: what interrupted the first attempt may be over."""
+        """Retry once, since whatever interrupted the first attempt may be over."""
         nonlocal first
         for _ in range(2):
             try:
@@ -232,13 +230,13 @@ def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
 
 
 def _holds(weight: Tensor, sample: Tensor, before: Tensor) -> bool:
-    """True if a weight is what was written, or (where writing was interrupted) still what it was before."""
+    """Whether a weight is as written or (if writing was interrupted) still as before."""
     now = sampled(weight)
     return any(past.shape == now.shape and torch.equal(now, past.to(now)) for past in (sample, sampled(before)))
 
 
 def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """`written` for good.
+    """Replace weights as `written` does, but permanently.
 
     Raises:
         UnsupportedModelError, InvalidInputError, NumericalError: as `written`.
@@ -251,7 +249,7 @@ def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
 
 
 def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[Place, Tensor, Tensor]]:
-    """What will be written: each place, its live tensor, and the new value, after all checks."""
+    """Return what to write: each place, its live tensor, and the new value, after all checks."""
     refuse_shared(view, list(weights))
     writes: list[tuple[Place, Tensor, Tensor]] = []
     for layer, changed in weights.items():
@@ -262,27 +260,27 @@ def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> lis
 
 
 def _copies(view: ModelView, layers: Iterable[int]) -> dict[int, list[JointCopy]]:
-    """The joint projections that agree with the split ones now, by layer."""
+    """Return the joint projections that currently agree with the split ones, by layer."""
     return {layer: joint_copies(view.blocks[layer], writable(view.blocks[layer])) for layer in layers}
 
 
 def _follow(view: ModelView, copies: Mapping[int, Sequence[JointCopy]]) -> None:
-    """Make joint projections agree with the split ones again."""
+    """Update joint projections to agree with the split ones again."""
     for layer, of_layer in copies.items():
         for copy in of_layer:
             views = writable(view.blocks[layer])
             joint = _oriented(_layout(copy, views), copy.parameter)
-            assert joint is not None  # it fitted when the copy was listed
+            assert joint is not None  # it fitted when the copies were collected
             _overwrite(copy.parameter, joint)
 
 
 def _overwrite(weight: Tensor, value: Tensor) -> None:
-    with torch.inference_mode(torch.is_inference_mode_enabled() or weight.is_inference()):  # they change nowhere else
+    with torch.inference_mode(torch.is_inference_mode_enabled() or weight.is_inference()):  # or torch refuses to write
         weight.copy_(value)
 
 
 def checked(where: str, name: str, value: Tensor, views: Mapping[str, Tensor]) -> Tensor:
-    """Return a new weight as the model stores it; raise for a wrong name or shape, or one not finite in its dtype."""
+    """Return a new weight as the model stores it; raise for an unknown name, wrong shape, or non-finite values."""
     if name not in views:
         raise InvalidInputError(f"{where} has no {name}; it has {', '.join(views)}.")
     if value.shape != views[name].shape:

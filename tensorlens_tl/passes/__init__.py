@@ -1,21 +1,21 @@
-"""One forward pass as an exact affine map: captured, proved, held fixed, and read.
+"""One forward pass as an exact affine map: capturing, verifying, freezing and evaluating it.
 
 | module | question |
 | --- | --- |
-| `inputs`, `texts` | what does a model take, which positions does a query stand for, where does a text stand? |
-| `capture` | what does one pass leave behind? |
+| `inputs`, `texts` | what does a model take, which positions does a query denote, and where does a text occur? |
+| `capture` | which activations does a pass store? |
 | `block_maps` | which maps do the parts of a block become, and blocks that run in a loop? |
 | `attention_scores` | how are attention scores computed, and how is a pattern recomputed from them? |
-| `proof` | is what the weights say what the model does? |
-| `linearisation` | what do operators, targets and circuits need of a pass, and is a model still what was read of it? |
-| `target` | which number of the model is explained? |
+| `proof` | does the model compute what its weights imply? |
+| `linearisation` | what do operators, targets and circuits need from a pass, and has the model changed since? |
+| `target` | which output of the model is explained? |
 | `operator` | which scores does the whole map give, for which target and which of its parts? |
-| `live` | how is the live model held fixed, or run again with something changed? |
-| `frozen` | the pass that users hold, composed of capture, maps and proof |
+| `live` | how is the live model held fixed, or run again with a change? |
+| `frozen` | the pass that users work with, composed of capture, maps and proof |
 | `freezing` | can a model be frozen, and how does one run of it become a pass? |
 | `two_runs` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
-| `pixels` | how much does each pixel of an image count? |
-| `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
+| `pixels` | how much does each pixel of an image contribute? |
+| `backward`, `replacement` | what does the live model give under other backward rules, or with a token replaced? |
 """
 
 from typing import TYPE_CHECKING, Any
@@ -51,13 +51,13 @@ from tensorlens_tl.passes.two_runs import (
 
 if TYPE_CHECKING:
     PassOrDifference = FrozenPass | Difference
-    """One run, or the difference of two, as a user passes it."""
+    """A frozen pass, or the difference of two, as an argument."""
 else:
-    PassOrDifference = Any  # `check_explained` refuses anything else with our own error
+    PassOrDifference = Any  # `check_explained` raises our own error for anything else
 
 
 def check_explained(frozen: Any) -> None:
-    """Raise `InvalidInputError` where neither a frozen pass nor a difference of two was passed."""
+    """Raise `InvalidInputError` unless the argument is a frozen pass or the difference of two."""
     if not isinstance(frozen, Difference):
         check_pass(frozen)
 

@@ -1,9 +1,9 @@
-"""Attention scores as the weights make them, and patterns that are recomputed from them.
+"""Attention scores computed from the weights, and patterns recomputed from them.
 
-A pattern that is not stored is proved while the pass runs. The model computes it anyway; a hook chooses the reading of
-the layer's scores that fits it, compares the pattern that is recomputed from queries and keys, a few queries at a time,
-and drops the model's. What is stored of a layer is linear in the number of tokens: queries, keys, and the sum of each
-row of the pattern, which is less than 1 with attention sinks.
+A pattern that is not stored is verified while the pass runs. The model computes it anyway; a hook chooses the reading
+of the layer's scores that fits it, compares it with the pattern recomputed from queries and keys, a few queries at a
+time, and drops it. The memory per layer is linear in the number of tokens: queries, keys, and the sum of each row of
+the pattern, which is less than 1 with attention sinks.
 """
 
 import math
@@ -32,11 +32,11 @@ from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.proof import check_pattern
 
 # ------------------------------------------------------------------
-# How attention scores tell positions apart: rotary tables, ALiBi, relative biases, as each model class stores them.
+# Position encodings in attention scores: rotary tables, ALiBi, relative biases, as each model class stores them.
 
 
 def alibis(maps: BlockMaps, attn: nn.Module, heads: int, x: Tensor, pos: int) -> list[Tensor | None]:
-    """ALiBi as HookedTransformer computes it, where the configuration says that the model has it."""
+    """Return ALiBi as HookedTransformer computes it, if the configuration says that the model has it."""
     create = getattr(attn, "create_alibi_bias", None)
     if create is None or getattr(maps.view.cfg, "positional_embedding_type", None) != "alibi":
         return [None]
@@ -44,7 +44,7 @@ def alibis(maps: BlockMaps, attn: nn.Module, heads: int, x: Tensor, pos: int) ->
 
 
 def relative_bias(maps: BlockMaps, layer: int, pos: int) -> Float[Tensor, "head query key"] | None:
-    """What T5 adds to each head's scores for the distance of query and key; None of any other model.
+    """Return T5's bias of each head's scores for the distance of query and key; None for any other model.
 
     The first block of a side has the table, which all its blocks share.
     """
@@ -69,7 +69,7 @@ def relative_bias(maps: BlockMaps, layer: int, pos: int) -> Float[Tensor, "head 
 
 
 def rotations(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor, d_head: int) -> Iterator[Tensor | None]:
-    """Rotation matrices for each position, in every way that the model's tables of angles can be meant."""
+    """Yield rotation matrices for each position, for every possible interpretation of the model's tables of angles."""
     stated = getattr(maps.view.cfg, "positional_embedding_type", None) == "rotary"
     if not stated:
         yield None
@@ -78,12 +78,12 @@ def rotations(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor, d_h
         for adjacent in (False, True):
             if cos.shape[0] >= pos and 2 * cos.shape[1] <= d_head:
                 yield rotation_matrices(cos[:pos].to(x), sin[:pos].to(x), d_head, adjacent)
-    if stated:  # some rotate in some of their layers only
+    if stated:  # some models rotate only in some layers
         yield None
 
 
 def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """cos and sin by position and plane `[pos, planes]`, from every attribute in which a class stores them."""
+    """Yield cos and sin by position and plane, `[pos, planes]`, from every attribute in which a class stores them."""
     cos = getattr(attn, "rotary_cos", None)
     sin = getattr(attn, "rotary_sin", None)
     if isinstance(cos, Tensor) and isinstance(sin, Tensor):  # HookedTransformer repeats each plane
@@ -114,7 +114,7 @@ def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor)
 
 
 def _layer_kind(inner: nn.Module) -> str | None:
-    """The kind of attention that a layer has, where its module or the model's configuration states one."""
+    """Return the kind of attention of a layer, if its module or the model's configuration states one."""
     kind = getattr(inner, "layer_type", None)
     if kind is not None:
         return kind
@@ -128,7 +128,7 @@ def _layer_kind(inner: nn.Module) -> str | None:
 def rotation_matrices(
     cos: Float[Tensor, "pos planes"], sin: Float[Tensor, "pos planes"], d_head: int, adjacent: bool
 ) -> Float[Tensor, "pos d_head d_head"]:
-    """``q @ R[pos]`` rotates q in each plane: channels (c, c + planes), or (2c, 2c + 1) where `adjacent`."""
+    """Return R such that ``q @ R[pos]`` rotates q in planes (c, c + planes), or (2c, 2c + 1) if `adjacent`."""
     planes = torch.arange(cos.shape[1], device=cos.device)
     first = planes
     second = planes + len(planes)
@@ -148,22 +148,22 @@ ALL = slice(None)
 
 
 # ------------------------------------------------------------------
-# The ways in which a layer may compute its attention scores, read from its weights.
+# The possible readings of a layer's attention scores from its weights.
 #
 #     score_ij = scale · (R_i q_i)·(R_j k_j)  then soft cap, ALiBi or a relative bias, mask and softmax
 #
-# with q and k linear in the normalised stream (their own norms' scales frozen) and R rotary. Neither the scale nor the
-# way of rotating is stated the same way by any two model classes, so the known ways are candidates; a reading is right
-# when the softmax of its scores is the model's own pattern. In cross-attention i is a position of the decoder, j one of
-# the encoder's output, and nothing is added for their distance.
+# with q and k linear in the normalised stream (the scales of their norms are frozen) and R rotary. Model classes state
+# the scale and the kind of rotation in different ways, so all known variants are candidates; a reading is right if the
+# softmax of its scores is the model's own pattern. In cross-attention i is a position of the decoder, j one of the
+# encoder's output, and there is no bias for their distance.
 
 
 @dataclass(frozen=True, eq=False)
 class CrossStreams:
-    """What a decoder block's cross-attention reads.
+    """The inputs of a decoder block's cross-attention.
 
     Attributes:
-        queries: the decoder's stream, before the norm that queries are read after.
+        queries: the decoder's stream, before the norm that precedes the queries.
         keys: the encoder's output, which values are read from as well.
     """
 
@@ -173,14 +173,14 @@ class CrossStreams:
 
 @dataclass(frozen=True, eq=False)
 class HeadProjection:
-    """How a layer reads its queries, or its keys.
+    """How a layer computes its queries, or its keys.
 
     Attributes:
-        reads: what comes before: the norm before attention, held, and what a shortformer adds.
-        linear: to all heads side by side.
-        heads: how many there are.
-        norm: the RMSNorm of queries or keys, per head or over all of them; None without.
-        latent: what the matrix reads in place of what attention reads (DeepSeek); None for that.
+        reads: the maps before the projection: the norm before attention, held, and a shortformer's positions.
+        linear: the projection to all heads, concatenated.
+        heads: the number of heads.
+        norm: the RMSNorm of queries or keys, per head or over all of them, if any.
+        latent: the matrix's input if that is a latent vector (DeepSeek); None otherwise.
     """
 
     reads: tuple[AffineMap, ...]
@@ -190,7 +190,7 @@ class HeadProjection:
     latent: Latent | None = None
 
     def _held_linear(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
-        """From the stream to all heads, with the scale of a latent's norm held."""
+        """The map from the stream to all heads, with the scale of a latent's norm held."""
         if self.latent is None:
             return Chain((*self.reads, self.linear))
         entry = Chain((*self.reads, self.latent.entry))
@@ -200,12 +200,12 @@ class HeadProjection:
         return Chain((*entry.stages, Diagonal(factor), self.linear))
 
     def raw(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
-        """Before their own norm."""
+        """Return queries or keys before their own norm."""
         return self._held_linear(x)(x)
 
     @property
     def groups(self) -> int:
-        """How many groups of channels have a scale of their own under the norm."""
+        """The number of groups of channels that the norm scales separately."""
         width = self.linear.weight.shape[1]
         gain = None if self.norm is None else self.norm.gain
         if gain is not None and gain.numel() == width != width // self.heads:
@@ -213,19 +213,19 @@ class HeadProjection:
         return self.heads
 
     def scale(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "batch pos group"]:
-        """The norm's scale of every group."""
+        """Return the norm's scale of every group."""
         assert self.norm is not None
         return self.norm.scales(raw, self.groups)
 
     def gain(self, raw: Float[Tensor, "batch pos width"]) -> Float[Tensor, "width"]:
-        """The norm's gain of every channel; 1 where it has none."""
+        """Return the norm's gain of every channel; 1 if it has none."""
         ones = torch.ones_like(raw[0, 0]).unflatten(-1, (self.groups, -1))
         if self.norm is None or self.norm.gain is None:
             return ones.flatten()
         return (ones * self.norm.gain.to(raw)).flatten()
 
     def held(self, x: Float[Tensor, "batch pos d_model"]) -> Chain:
-        """From the stream to queries or keys, with the scale of their norm held: a diagonal map."""
+        """Return the map from the stream to queries or keys, with the scale of their norm held."""
         linear = self._held_linear(x)
         if self.norm is None:
             return linear
@@ -236,18 +236,18 @@ class HeadProjection:
 
 @dataclass(frozen=True, eq=False)
 class ScoreReading:
-    """One layer's scores as bilinear in the stream.
+    """One layer's attention scores as a bilinear form of the stream.
 
     Attributes:
-        query, key: the stream that the block reads (`Capture.resid_read`) -> queries `[.., head d_head]` and keys
-            `[.., kv d_head]`, their norms maps.
-        projections: how queries and keys are read.
-        heads, kv_heads: how many of each; query head h reads key head ``h // (heads // kv_heads)``.
+        query, key: the maps from the block's input (`Capture.resid_read`) to queries `[.., head d_head]` and keys
+            `[.., kv d_head]`, including their norms.
+        projections: how queries and keys are computed.
+        heads, kv_heads: the numbers of heads; query head h reads key head ``h // (heads // kv_heads)``.
         scale: the factor of the product, usually 1/√d_head.
         rotation: R for each position, applied from the right, `[pos, d_head, d_head]`; None without rotary positions.
-        alibi: what is added per head after the product, `[head, query, key]`, or None.
-        relative: the same of T5's relative positions.
-        soft_cap: c of c·tanh(score/c), or None.
+        alibi: the bias added per head after the product, `[head, query, key]`, or None.
+        relative: the same for T5's relative positions.
+        soft_cap: c in c·tanh(score/c), or None.
         error: the largest difference between the softmax of these scores and the model's own pattern, once measured.
     """
 
@@ -266,13 +266,13 @@ class ScoreReading:
     def vectors(
         self, x: Float[Tensor, "batch pos d_model"]
     ) -> tuple[Float[Tensor, "batch head pos d_head"], Float[Tensor, "batch kv pos d_head"]]:
-        """Queries and keys as their product takes them: after norms and rotation."""
+        """Return queries and keys as they enter their product, after norms and rotation."""
         return self.rotated(self.query(x), self.key(x))
 
     def rotated(
         self, query: Float[Tensor, "batch query width"], key: Float[Tensor, "batch key kv_width"]
     ) -> tuple[Float[Tensor, "batch head query d_head"], Float[Tensor, "batch kv key d_head"]]:
-        """The same from what `query` and `key` give."""
+        """Return the same from the outputs of `query` and `key`."""
         q = rearrange(query, "b p (h d) -> b h p d", h=self.heads)
         k = rearrange(key, "b p (h d) -> b h p d", h=self.kv_heads)
         if self.rotation is None:
@@ -281,7 +281,7 @@ class ScoreReading:
         return rotated(q), rotated(k)
 
     def scores(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch head query key"]:
-        """Scores before soft cap, ALiBi and mask."""
+        """Return scores before soft cap, ALiBi and mask."""
         return self.scores_of(self.query(x), self.key(x))
 
     def scores_of(
@@ -290,18 +290,18 @@ class ScoreReading:
         key: Float[Tensor, "batch key kv_width"],
         rows: slice | Int[Tensor, "row"] = ALL,
     ) -> Float[Tensor, "batch head row key"]:
-        """The same from what `query` and `key` give, of some queries."""
+        """Return the same from the outputs of `query` and `key`, at some queries."""
         q, k = self.rotated(query, key)
         return self.scale * grouped_products(q[:, :, rows], k)
 
     def finished(
         self, scores: Float[Tensor, "batch head row key"], rows: slice | Int[Tensor, "row"] = ALL
     ) -> Float[Tensor, "batch head row key"]:
-        """The same after soft cap and what is added for positions, as they enter the mask and the softmax."""
+        """Return scores after soft cap and position biases, as they enter the mask and the softmax."""
         return self.placed(self.capped(scores), rows)
 
     def capped(self, scores: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """Scores after the soft cap; the same where there is none."""
+        """Return scores after the soft cap, if there is one."""
         if self.soft_cap is None:
             return scores
         return self.soft_cap * torch.tanh(scores / self.soft_cap)
@@ -309,7 +309,7 @@ class ScoreReading:
     def placed(
         self, scores: Float[Tensor, "batch head row key"], rows: slice | Int[Tensor, "row"] = ALL
     ) -> Float[Tensor, "batch head row key"]:
-        """With what is added for positions, of some queries."""
+        """Return scores with position biases added, at some queries."""
         for added in (self.alibi, self.relative):
             if added is not None:
                 scores = scores + added[:, rows].to(scores)
@@ -324,18 +324,17 @@ def score_candidates(
     alibi_positions: int | None = None,
     cross: CrossStreams | None = None,
 ) -> Iterator[ScoreReading]:
-    """The known ways in which a layer may compute its scores; the one that its configuration states comes first.
+    """Yield the known ways in which a layer may compute its scores, the one stated in its configuration first.
 
     Args:
-        maps: of what was captured, up to the layer's attention at least.
-        layer: which one.
-        before: the norm before attention, by name, or None.
+        maps: the captured run, at least up to the layer's attention.
+        before: the name of the norm before attention, or None.
         added: see `added_positions`.
-        alibi_positions: for how many positions to compute ALiBi; None for all.
-        cross: what cross-attention reads, for its scores; None for those of self-attention.
+        alibi_positions: the number of positions for which to compute ALiBi; None for all.
+        cross: the inputs of cross-attention, for its scores; None for those of self-attention.
 
     Raises:
-        UnsupportedModelError: the layer has no query and key weights that are read.
+        UnsupportedModelError: the layer's query and key weights cannot be read.
     """
     projections = score_projections(maps, layer, before, added, crossing=cross is not None)
     block = maps.view.blocks[layer]
@@ -361,17 +360,17 @@ def score_candidates(
 
 
 def side_read(maps: BlockMaps, layer: int) -> Float[Tensor, "batch pos d_model"]:
-    """The stream that a block reads, at the positions that it acts on."""
+    """Return the stream that a block reads, at the positions that it acts on."""
     return maps.capture.resid_read(layer)[:, slice(*maps.capture.side(layer))]
 
 
 def score_projections(
     maps: BlockMaps, layer: int, before: str | None, added: Tensor | None = None, *, crossing: bool = False
 ) -> tuple[HeadProjection, HeadProjection]:
-    """How a layer reads queries and keys; arguments as of `score_candidates`.
+    """Return how a layer computes queries and keys; arguments as in `score_candidates`.
 
     Raises:
-        UnsupportedModelError: the layer has no query and key weights that are read.
+        UnsupportedModelError: the layer's query and key weights cannot be read.
     """
     block = maps.view.blocks[layer]
     reads: list[AffineMap] = []
@@ -392,7 +391,7 @@ def score_projections(
 
     def norm(weights_of: NormWeights | None) -> NormWeights | None:
         if weights_of is None or weights_of.centre:
-            return None  # a centred one is not read: the proof then fails
+            return None  # centred norms are not supported: the proof then fails
         return replace(weights_of, epsilon=weights.epsilon)
 
     queries = Linear(weights.W_Q, weights.b_Q)
@@ -404,7 +403,7 @@ def score_projections(
 
 
 def _stated_scales(attn: nn.Module, inner: nn.Module) -> list[float]:
-    """The factors of the product that TransformerLens's module and the Hugging Face module inside it state."""
+    """Return the factors of the product stated by TransformerLens's module and by the Hugging Face module inside."""
     divisor = getattr(attn, "attn_scale", None)
     factor = getattr(inner, "scaling", None)
     scales: list[float] = []
@@ -416,9 +415,9 @@ def _stated_scales(attn: nn.Module, inner: nn.Module) -> list[float]:
 
 
 def added_positions(maps: BlockMaps) -> Tensor | None:
-    """What a shortformer adds to what queries and keys read, not to the stream: its position embeddings.
+    """Return the position embeddings that a shortformer adds to the input of queries and keys, not to the stream.
 
-    Runs the model up to its first block; None of any other model.
+    Runs the model up to its first block; None for any other model.
     """
     if getattr(maps.view.cfg, "positional_embedding_type", None) != "shortformer":
         return None
@@ -429,15 +428,15 @@ def added_positions(maps: BlockMaps) -> Tensor | None:
 
 
 SAMPLED_ROWS = 16
-"""How many rows of a pattern decide between readings. The chosen reading is proved on all of them."""
+"""The number of rows of a pattern that decide between readings; the chosen reading is verified on all rows."""
 
 
 # ------------------------------------------------------------------
-# Which reading of a layer's scores reproduces its pattern.
+# The choice of the reading that reproduces a layer's pattern.
 
 
 def sampled_rows(pattern: Float[Tensor, "batch head query key"]) -> Int[Tensor, "row"]:
-    """The queries that decide between readings, as far apart as there are."""
+    """Return evenly spaced queries that decide between readings."""
     length = pattern.shape[2]
     return torch.linspace(0, length - 1, min(SAMPLED_ROWS, length), device=pattern.device).long()
 
@@ -450,17 +449,15 @@ def score_reading(
     *,
     proved: bool = True,
 ) -> ScoreReading:
-    """The reading of one layer's scores that reproduces its pattern.
+    """Return the reading of one layer's scores that reproduces its pattern.
 
     Args:
-        maps: of the run.
-        layer: which one.
-        vectors: its queries and keys as of `projected`, where they are known.
-        cross: as of `score_candidates`; then `vectors` are needed.
-        proved: False leaves it to the caller to compare every row, where a few rows exclude all readings but one.
+        vectors: its queries and keys as from `projected`, if known.
+        cross: as in `score_candidates`; then `vectors` are required.
+        proved: False if the caller compares every row, and a few rows exclude all readings but one.
 
     Raises:
-        UnsupportedModelError: no known reading does; says how near the best came.
+        UnsupportedModelError: no known reading does; gives the smallest error.
     """
     crossing = cross is not None
     place = maps.layouts[layer].attn
@@ -486,7 +483,7 @@ def score_reading(
     if best is None or not best.error <= maps.tolerance:
         nearest = min((candidate.error for candidate in candidates), default=float("nan"))
         raise unread(maps, layer, nearest, crossing=crossing)
-    # what the pattern cannot tell apart (one token; nothing but uniform attention) goes to what the model states
+    # if the pattern is ambiguous (one token, or uniform attention), prefer what the model states
     near = [reading for reading in candidates if reading.error <= 2 * best.error and reading is not best]
     if not near:
         return best
@@ -495,9 +492,9 @@ def score_reading(
     unlike = [reading for reading in near if float((reading.scores_of(queries, keys) - scores).norm()) > size]
     if unlike and keys.shape[1] > 1:
         raise UnsupportedModelError(
-            f"{_named(maps, layer, crossing)} of this {maps.view.description}: several ways to make its attention "
-            f"scores reproduce its pattern equally well (off by {best.error:.1e} and {unlike[0].error:.1e}); it is too "
-            "even to tell. Freeze a longer prompt, or use a wider dtype."
+            f"{_named(maps, layer, crossing)} of this {maps.view.description}: several readings of its attention "
+            f"scores reproduce its pattern equally well (errors {best.error:.1e} and {unlike[0].error:.1e}), which is "
+            "too uniform to decide. Freeze a longer prompt, or use a wider dtype."
         )
     if unlike:
         return next(reading for reading in candidates if reading.error <= 2 * best.error)
@@ -505,10 +502,10 @@ def score_reading(
 
 
 def _measured(candidates: list[ScoreReading], error: Callable[[ScoreReading], float]) -> list[ScoreReading]:
-    """The candidates that may be within twice the smallest error, in their order, with their errors on all rows.
+    """Return the candidates that may be within twice the smallest error, in order, with their errors on all rows.
 
-    On some rows an error is no larger than on all: a candidate that is further off there than twice the best on all is
-    not measured on the others.
+    The error on some rows is a lower bound of that on all: a candidate whose error there exceeds twice the best error
+    on all rows is not measured further.
     """
     best = float("inf")
     measured: dict[int, ScoreReading] = {}
@@ -522,20 +519,20 @@ def _measured(candidates: list[ScoreReading], error: Callable[[ScoreReading], fl
 
 
 def _or_infinite(error: float) -> float:
-    """The error, infinite where scores are no numbers."""
+    """Return the error, or infinity if it is NaN."""
     if math.isnan(error):
         return float("inf")
     return error
 
 
 def unread(maps: BlockMaps, layer: int, error: float, *, crossing: bool = False) -> UnsupportedModelError:
-    """The refusal of a layer whose nearest reading is off by so much."""
+    """Return the error for a layer whose best reading is off by `error`."""
     inside = maps.capture.hooks_in(maps.view.blocks[layer].name)
     if inside:
         return UnsupportedModelError(
             f"{_named(maps, layer, crossing)} of this {maps.view.description}: its queries and keys do not give its "
-            f"attention pattern (off by {error:.1e}). A hook at {' and '.join(inside)} may have changed what lies "
-            "between them, which is not read: freeze without it."
+            f"attention pattern (off by {error:.1e}). A hook at {' and '.join(inside)} may change an activation "
+            "between them, which is not supported: freeze without it."
         )
     return UnsupportedModelError(
         f"{_named(maps, layer, crossing)} of this {maps.view.description}: its attention scores cannot be read; no "
@@ -545,7 +542,7 @@ def unread(maps: BlockMaps, layer: int, error: float, *, crossing: bool = False)
 
 
 def _named(maps: BlockMaps, layer: int, crossing: bool) -> str:
-    """Of which attention scores are."""
+    """Return the name of the attention module."""
     name = maps.view.blocks[layer].name
     return f"{name}.cross_attn" if crossing else name
 
@@ -553,7 +550,7 @@ def _named(maps: BlockMaps, layer: int, crossing: bool) -> str:
 def projected(
     maps: BlockMaps, layer: int, projections: tuple[HeadProjection, HeadProjection]
 ) -> tuple[Float[Tensor, "batch pos width"], Float[Tensor, "batch pos kv_width"]]:
-    """One layer's queries and keys before rotation, heads side by side."""
+    """Return one layer's queries and keys before rotation, with heads concatenated."""
     x = side_read(maps, layer)
     query, key = projections
     return query.held(x)(x), key.held(x)(x)
@@ -567,14 +564,14 @@ def pattern_error(
     keys: Float[Tensor, "batch key kv_width"],
     rows: slice | Int[Tensor, "row"] = ALL,
 ) -> float:
-    """The largest error of an attention probability. A row's own sum is kept: attention sinks take their share.
+    """Return the largest error of an attention probability; the pattern's row sums are kept, which allows sinks.
 
     Args:
-        reading: how scores are computed.
-        pattern: the model's own.
+        reading: the reading of the scores.
+        pattern: the model's own pattern.
         mask: True at queries that are real tokens.
-        queries, keys: before rotation, as of `projected`.
-        rows: the queries that count.
+        queries, keys: before rotation, as from `projected`.
+        rows: the queries to compare.
     """
     shown = pattern[:, :, rows].to(queries.dtype)
     allowed = shown > 0
@@ -586,15 +583,15 @@ def pattern_error(
 
 PATTERN = "hook_pattern"
 SHOWN = (("hook_rot_q", "hook_rot_k"), ("hook_q", "hook_k"))
-"""Hook points where a model may show its final queries and keys. Those computed from the weights are right to rounding;
-in half precision, and with norms that compute in float32, only the model's own give its pattern to the last digits."""
+"""Hook points where a model may show its final queries and keys. Those computed from the weights are right to rounding,
+but in half precision, or with norms that compute in float32, only the model's own reproduce its pattern accurately."""
 
 ENOUGH = 0.01
-"""The share of the tolerance below which no other reading is tried."""
+"""The share of the tolerance below which no further reading is tried."""
 
 
 def refuse_unreadable(view: ModelView) -> None:
-    """Refuse, before any work, a model with a layer whose pattern is known not to be recomputed.
+    """Refuse, before any work, a model with a layer whose pattern cannot be recomputed.
 
     Raises:
         UnsupportedModelError: names the layer and the cause.
@@ -614,22 +611,22 @@ def refuse_unreadable(view: ModelView) -> None:
 
 def _refusal(view: ModelView, why: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"freeze(patterns='recompute') of this {view.description}: {why}. Use patterns='keep', which holds every "
+        f"freeze(patterns='recompute') of this {view.description}: {why}. Use patterns='keep', which stores every "
         "pattern as the model computes it."
     )
 
 
 class PatternReader:
-    """Reads every layer's pattern while the pass runs, and stores what it can be recomputed from.
+    """Reads every layer's pattern while the pass runs, and stores the tensors that it can be recomputed from.
 
     Attributes:
-        activations: those that are no pattern, by hook-point name.
-        scores: what each pattern is recomputed from, by its hook point's name.
+        activations: the activations other than patterns, by hook-point name.
+        scores: the tensors for recomputing each pattern, by its hook point's name.
 
     Args:
-        view, points, prompt: as of a `Capture`.
+        view, points, prompt: as in `Capture`.
         store: ``"cpu"`` keeps activations, queries and keys off the device.
-        tolerance: the largest error that a dtype allows.
+        tolerance: the largest allowed error for a dtype.
     """
 
     def __init__(
@@ -650,7 +647,7 @@ class PatternReader:
         self._model_vectors: dict[str, Tensor] = {}
 
     def hooks(self) -> list[FwdHook]:
-        """Hooks that read the final queries and keys, where the model shows them."""
+        """Return hooks that read the final queries and keys, if the model shows them."""
 
         def read(tensor: Tensor, *, hook: Any, name: str) -> None:
             self._model_vectors[name] = tensor.detach().to(self.maps.mask.device)
@@ -660,7 +657,7 @@ class PatternReader:
         return [(name, in_this_thread(partial(read, name=name))) for name in names if name in known]
 
     def see(self, name: str, activation: Tensor) -> None:
-        """Store an activation, or of a pattern what it is recomputed from.
+        """Store an activation, or for a pattern the tensors that it can be recomputed from.
 
         Raises:
             NumericalError, UnsupportedModelError: see `check_pattern` and `_read_pattern`.
@@ -671,10 +668,10 @@ class PatternReader:
             keep_in(self.activations, self.store, name, activation)
 
     def _read_pattern(self, name: str, pattern: Float[Tensor, "batch head query key"], device: torch.device) -> None:
-        """Find what a layer's pattern is recomputed from, and prove that all of it is; it is stored on a device.
+        """Find the tensors that a layer's pattern can be recomputed from, verify all of it, and store them.
 
         Raises:
-            UnsupportedModelError: no known reading of the scores gives the pattern; names the smallest error.
+            UnsupportedModelError: no known reading of the scores gives the pattern; gives the smallest error.
         """
         layer = self.layers[name]
         tolerance = self.tolerance(self.maps.capture.resid_pre(layer).dtype)
@@ -695,15 +692,15 @@ class PatternReader:
             raise _refusal(
                 self.maps.view,
                 f"the pattern of blocks.{layer} is not the one that its queries and keys give (relative error of a "
-                f"row: {error:.1e}; allowed {tolerance:.0e}); relative position biases, a mask that is "
-                "neither causal nor a window, or another hook on the model would explain it",
+                f"row: {error:.1e}; allowed {tolerance:.0e}); possible causes are relative position biases, a mask "
+                "that is neither causal nor a window, or another hook on the model",
             )
         place = torch.device("cpu") if self.store == "cpu" else device
         tensors = {field: getattr(best, field).to(place) for field in ("queries", "keys", "sums", "real")}
         self.scores[name] = replace(best, **tensors, device=device, error=error)
 
     def _best(self, layer: int, pattern: Tensor, enough: float) -> HeldScores | None:
-        """The candidate with the smallest error on a few rows, or the first whose error is small enough."""
+        """The candidate with the smallest error on a few rows, or the first with an error that is small enough."""
         best: HeldScores | None = None
         for candidate in self._candidates(layer, pattern):
             if best is None or not best.error <= candidate.error:
@@ -713,10 +710,10 @@ class PatternReader:
         return best
 
     def _candidates(self, layer: int, pattern: Tensor) -> Iterator[HeldScores]:
-        """What the pattern may be recomputed from, each candidate with its error on a few rows."""
+        """The candidates for recomputing the pattern, each with its error on a few rows."""
         rows = sampled_rows(pattern)
         sums = pattern.sum(-1)
-        window = cache(partial(_reach, pattern, self.maps.mask))  # measured at most once, and only if it is needed
+        window = cache(partial(_reach, pattern, self.maps.mask))  # measured at most once, and only if needed
         for reading in self._readings(layer):
             for unmasked in self._unmasked(reading, layer, sums):
                 for back, ahead in _reaches(window):
@@ -729,13 +726,13 @@ class PatternReader:
         layouts = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
         scales = self.maps.points.blocks[layer].scales
         for before in dict.fromkeys(layout.attn.before for layout in layouts):
-            if before is None or scales[before] in self.activations:  # else it is a norm that comes after attention
+            if before is None or scales[before] in self.activations:  # else the norm comes after attention
                 yield from score_candidates(self.maps, layer, before, self.added, alibi_positions=2)
 
     def _unmasked(
         self, reading: ScoreReading, layer: int, sums: Float[Tensor, "batch head query"]
     ) -> Iterator[HeldScores]:
-        """Scores of a reading before any mask: of the queries and keys that the model showed, then of the reading's."""
+        """A reading's scores before any mask: from the queries and keys that the model shows, then from its own."""
         name = self.maps.points.blocks[layer].pattern
         assert name is not None
         shape = (len(sums), sums.shape[2])
@@ -747,7 +744,7 @@ class PatternReader:
         ]
         for queries, keys in pairs[:1]:
             if queries.shape[1] == reading.heads and keys.shape[1] % reading.kv_heads == 0:
-                # some models show a key-value head once for every query head that reads it
+                # some models repeat a key-value head for every query head that reads it
                 yield self._scores(queries, keys[:, :: keys.shape[1] // reading.kv_heads], reading, sums)
         yield self._scores(*reading.vectors(self.maps.capture.resid_read(layer)), reading, sums)
 
@@ -766,7 +763,7 @@ class PatternReader:
         )
 
     def _error(self, scores: HeldScores, queries: slice | Tensor, pattern: Tensor) -> float:
-        """The largest relative error of some rows of real queries."""
+        """The largest relative error among some rows of real queries."""
         at = torch.arange(pattern.shape[2], device=pattern.device)[queries]
         expected = pattern[:, :, queries]
         rows = scores.rows(at.expand(len(pattern), -1), expected.dtype)
@@ -775,14 +772,14 @@ class PatternReader:
 
 
 def _reaches(window: Callable[[], tuple[int, int]]) -> Iterator[tuple[int | None, int | None]]:
-    """How far before and after its query a key may lie: causal, open, and the window that the pattern shows."""
+    """Yield how far before and after its query a key may lie: causal, unlimited, and the window seen in the pattern."""
     yield None, 0
     yield None, None
     yield window()
 
 
 def _reach(pattern: Tensor, mask: Tensor) -> tuple[int, int]:
-    """How far before and after a real query some key has weight."""
+    """Return the largest distances before and after a real query at which a key has weight."""
     back = 0
     ahead = 0
     for at in query_chunks(pattern.shape[2], pattern[:, :, :1].numel() * pattern.element_size()):

@@ -1,6 +1,6 @@
-"""Gradients of the live model under a rule: the model runs once, and every operation passes on what the rule says.
+"""Gradients of the live model under a rule: the model runs once, with each operation's gradient defined by the rule.
 
-The output of the run is that of the pass, which is measured; one forward pass serves all queries, and their gradients
+The run must reproduce the output of the pass, which is checked; one forward pass serves all queries, whose gradients
 are rows of batched backward passes.
 """
 
@@ -33,32 +33,31 @@ def rule_scores(
     query: Query = -1,
     memory: Memory = None,
 ) -> Collapse:
-    """x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
+    """Return x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
 
-    The total is the logit before any soft cap. Of an affine rule, what the model adds that depends on no token is the
-    bias, and the sum is the logit. Other rules have none: what no token receives (additive biases, and what a live
-    softmax does not pass on) is the gap, abs(Σ scores − total) / Σ abs(scores).
+    The total is the logit before any soft cap. For an affine rule, the bias is what the model adds independently of any
+    token, and scores and bias sum to the logit. Other rules have no bias: what no token receives (additive biases, and
+    the part that a live softmax does not pass on) is the gap, abs(Σ scores − total) / Σ abs(scores).
 
     Args:
-        frozen: the pass.
-        rule: how gradients pass.
+        rule: the rule for gradients.
         target, minus, query: see `FrozenOperator.target`.
-        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
+        memory: the memory that backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens, or computes with an operation that no rule knows.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
-        NumericalError: gradients are not finite, or the run does not repeat the pass; or the rule claims to be affine,
-            and its sum misses the logit; or of a strict pass, gradients lose a hundredth to half precision, which is a
-            `GapWarning` otherwise.
+        UnsupportedModelError: the model predicts no tokens, or no rule covers one of its operations.
+        FrozenModelError: the model has changed since the pass, or a frozen pass is attached.
+        NumericalError: gradients are not finite; the run does not repeat the pass; the rule claims to be affine but its
+            sum misses the logit; or, in a strict pass, gradients lose over a hundredth to half precision, which
+            otherwise is a `GapWarning`.
     """
     positions = query_positions(frozen.prompt, query)
     readout = resolve_target(frozen, target, minus, positions=positions)
     frozen.live("a backward rule").check_hooks()
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
-    # outside any inference mode of the caller, whose tensors autograd does not accept
+    # leave any inference mode of the caller, as autograd does not accept its tensors
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(saved_by_name(frozen.model))
         leaf, one, outputs = run_under_rule(frozen, rule)
@@ -96,11 +95,11 @@ def rule_scores(
 
 
 def run_under_rule(frozen: FrozenPass, rule: Rule | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Run the model again from what entered its first block, with gradients by a rule, or for None its own.
+    """Run the model again from the input of its first block, with gradients by a rule, or its own if `rule` is None.
 
     Returns:
-        What entered, and the 1 that all constants of an affine rule are multiplied by: the sources of the gradients;
-        and where the model ends, of an encoder–decoder both stacks.
+        The input, and the 1 that all constants of an affine rule are multiplied by (the sources of the gradients); and
+        the model's outputs, for an encoder–decoder those of both stacks.
     """
     leaf = frozen.resid_pre(0).detach().clone().requires_grad_(True)
     parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
@@ -118,10 +117,10 @@ def _product(x: Tensor, gradient: Float[Tensor, "row *any d"]) -> Float[Tensor, 
 
 
 def _of_constants(outputs: Sequence[Tensor], one: Tensor) -> Float[Tensor, "batch pos d_model"]:
-    """What all constants of a run give its output: its derivative by the number, 1, that they are multiplied by.
+    """Return the effect of all constants of a run on its output: the derivative by the 1 that they are multiplied by.
 
-    One backward pass of all prompts does not tell apart what the constants give each of them. This is a column of a
-    Jacobian, where backward passes give rows: the derivative of a row by what it is a row of.
+    One backward pass over all prompts cannot separate the effects on each. This is a column of a Jacobian, while
+    backward passes give rows: hence the derivative of a row by its cotangent.
     """
     weights = [torch.zeros_like(y, requires_grad=True) for y in outputs]
     (row,) = torch.autograd.grad(outputs, one, weights, create_graph=True, materialize_grads=True)
@@ -133,7 +132,7 @@ def _of_constants(outputs: Sequence[Tensor], one: Tensor) -> Float[Tensor, "batc
 def _given_by_head(
     frozen: FrozenPass, rule: Rule, positions: Int[Tensor, "batch query"]
 ) -> Float[Tensor, "batch query d"] | float:
-    """What the biases of a prediction head give the queries."""
+    """Return the contribution of a prediction head's biases at the queries."""
     head = frozen.prediction_head(rule.head)
     if head is None:
         return 0.0
@@ -146,39 +145,38 @@ def _refuse_broken_sum(
     bias: Float[Tensor, "batch query"],
     total: Float[Tensor, "batch query"],
 ) -> None:
-    """Refuse a rule that says it is affine where its sum misses; half precision is warned of instead."""
+    """Raise an error if the sum of an affine rule misses the logit; half precision only leads to a warning."""
     gap = relative_gap(scores, bias, total)
     if bool((gap <= frozen.allowed_gap).all()) or frozen.resid_pre(0).dtype.itemsize == 2:
         return
     worst = int(gap.nan_to_num(torch.inf).argmax())
     summed, number, missed = (float(of.flatten()[worst]) for of in (scores.sum(-1) + bias, total, gap))
     raise NumericalError(
-        f"{frozen.view.description}: scores and bias of this rule sum to {summed:.6g}, and the model's number is "
-        f"{number:.6g}: they miss it by {missed:.1e} of their size, and the proof of this pass allows "
-        f"{frozen.allowed_gap:.1e}. A rule with affine=True passes on the whole value of every operation, as gradient "
-        "times input and `tensorlens_tl.core.constant`; leave affine out of one that does not."
+        f"{frozen.view.description}: scores and bias of this rule sum to {summed:.6g}, but the model's number is "
+        f"{number:.6g}: the gap is {missed:.1e} of their size, and the proof of this pass allows "
+        f"{frozen.allowed_gap:.1e}. A rule with affine=True must pass on the whole value of every operation, as "
+        "gradient times input plus `tensorlens_tl.core.constant`; otherwise leave out affine=True."
     )
 
 
 FACTORS = (1.37, 1.61)
-"""Numbers that a target is multiplied by, to see what rounding makes of its gradient: no powers of 2."""
+"""Factors of the target that reveal the rounding of its gradient; not powers of 2."""
 
 NOTABLE = 1e-2
-"""The share that rounding may take of gradients without a warning."""
+"""The largest relative rounding error of gradients without a warning."""
 
 
 def note_rounding(
     frozen: FrozenPass, gradients: Sequence[Tensor | None], again: Callable[[float], Sequence[Tensor | None]]
 ) -> None:
-    """Measure what half precision takes from gradients of the live model, and warn where it is more than a hundredth.
+    """Measure the rounding error of gradients in half precision, and warn if it exceeds a hundredth.
 
-    A gradient is linear: of a target multiplied by a factor it is the same, multiplied by that. What differs is the
-    rounding of the backward pass. That of the forward pass comes on top of it, and is not seen here.
+    A gradient is linear in its target: multiplying the target by a factor multiplies the gradient. Any difference is
+    rounding in the backward pass; that of the forward pass comes on top of it and is not measured.
 
     Args:
-        frozen: the pass.
-        gradients: of the target, `[row, …]` each, or what is linear in them.
-        again: the same of the target multiplied by a factor.
+        gradients: the gradients of the target, `[row, …]` each, or values linear in them.
+        again: returns the same for the target times a factor.
 
     Raises:
         NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
@@ -196,9 +194,9 @@ def note_rounding(
     if lost <= NOTABLE:
         return
     message = (
-        f"gradients of this {frozen.view.description} lose digits to {str(dtype).removeprefix('torch.')}: those of the "
-        f"same target times {' or '.join(map(str, FACTORS))} differ from it by {lost:.1e} of their size, and the run "
-        "itself was rounded, too. Load the model in float32."
+        f"gradients of this {frozen.view.description} lose digits to {str(dtype).removeprefix('torch.')}: scaling the "
+        f"target by {' or '.join(map(str, FACTORS))} changes the rescaled gradients by {lost:.1e} of their size, and "
+        "the run itself was rounded, too. Load the model in float32."
     )
     if frozen.strict:
         raise NumericalError(message)
@@ -206,7 +204,7 @@ def note_rounding(
 
 
 def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:
-    """Refuse a run that does not repeat the pass, whose operations a rule may differentiate otherwise, not change."""
+    """Refuse a run that does not repeat the pass: a rule may change gradients of operations, not their values."""
     expected = [frozen.activation(name) for name in _ends(frozen)]
     masks = frozen.mask.split([output.shape[1] for output in outputs], dim=1)
     error = max(relative_error(*ends) for ends in zip([y.detach() for y in outputs], expected, masks, strict=True))
@@ -214,12 +212,12 @@ def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:
     if not error <= allowed:
         raise NumericalError(
             f"{frozen.view.description}: the run under a rule differs from the frozen pass by {error:.1e} (allowed "
-            f"{allowed:.0e}). {SAME_VALUE} Or a hook changes activations, or something is random."
+            f"{allowed:.0e}). {SAME_VALUE} Otherwise, a hook changes activations, or the model is random."
         )
 
 
 def _ends(frozen: FrozenPass) -> list[str]:
-    """Where the model ends; an encoder–decoder's encoder, too."""
+    """Return the points where the model ends, including the end of an encoder–decoder's encoder."""
     return [name for name in (frozen.points.encoder_output, frozen.points.output) if name is not None]
 
 
@@ -230,7 +228,7 @@ def _at_output(
     positions: Int[Tensor, "batch query"],
     memory: Memory,
 ) -> Iterator[Float[Tensor, "row batch pos d_model"]]:
-    """The vectors of a target as gradients of the model's output, some queries at a time."""
+    """Yield the vectors of a target as gradients of the model's output, some queries at a time."""
     head = frozen.prediction_head(rule.head)
     x = frozen.resid_pre(0)
     heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
@@ -246,7 +244,7 @@ def _at_output(
 def _pulled(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangent: Float[Tensor, "row batch pos d_model"]
 ) -> list[Tensor]:
-    """The gradients of some leaves, a row for each cotangent, by one batched backward pass; the graph is kept."""
+    """Return the gradients of some leaves, a row for each cotangent, by one batched backward pass; keeps the graph."""
     parts = cotangent.split([y.shape[1] for y in outputs], dim=2)
     cotangents = [part.to(y) for part, y in zip(parts, outputs, strict=True)]
     given = torch.autograd.grad(

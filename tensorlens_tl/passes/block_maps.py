@@ -1,7 +1,7 @@
-"""The maps that the parts of a pass become, composed of its captured activations and the model's weights.
+"""The maps of the parts of a pass, composed from its captured activations and the model's weights.
 
-Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` makes the capture, and
-`tensorlens_tl.passes.proof` determines how each block is put together, and whether its map is right.
+Nothing here runs the model or verifies anything: `tensorlens_tl.passes.freezing` makes the capture, and
+`tensorlens_tl.passes.proof` determines each block's layout and verifies its map.
 """
 
 from abc import ABC, abstractmethod
@@ -73,24 +73,25 @@ OTHER_STACK = ((1.0, 1.0), (1.0, 0.0))
 # ------------------------------------------------------------------
 # The blocks of a loop as one map, from the embedding to the output of the last call.
 #
-# Between blocks there are two streams beside each other: what the blocks of a call read and write, and the state of the
-# stack that is not called. A call that ends gives its stack's new state; the next one reads the sum of both, and beside
-# it stands the state of the stack that it is not of: of two calls of one stack the same as before, else the new one.
+# Between blocks there are two streams side by side: the one that the blocks of a call read and write, and the state of
+# the stack that is not called. A call returns its stack's new state; the next call reads the sum of both states, next
+# to the state of the stack that it does not belong to: the same as before if one stack is called twice, else the new
+# one.
 
 
 def unrolled(loop: Loop, stages: Sequence[AffineMap], x: Float[Tensor, "batch pos d_model"]) -> list[AffineMap]:
-    """The maps of all blocks in the order of their calls, put together as the loop does.
+    """Return the maps of all blocks in the order of their calls, composed as in the loop.
 
     Args:
         loop: the calls.
-        stages: of each block, with the norm that ends a call but the last.
-        x: what the first block reads, for its dtype.
+        stages: the map of each block, including the norm at the end of every call but the last.
+        x: the first block's input, for its dtype.
     """
 
     def streams(factors: Sequence[Sequence[float]]) -> Streams:
         return Streams(torch.tensor(factors, dtype=x.dtype, device=x.device))
 
-    maps: list[AffineMap] = [streams(((1.0,), (loop.scale,)))]  # the first block scales what it reads by itself
+    maps: list[AffineMap] = [streams(((1.0,), (loop.scale,)))]  # the first block scales its input itself
     remaining = iter(stages)
     for call, after in zip(loop.calls, [*loop.calls[1:], None], strict=True):
         blocks = [next(remaining) for _ in range(call.length)]
@@ -104,13 +105,13 @@ def unrolled(loop: Loop, stages: Sequence[AffineMap], x: Float[Tensor, "batch po
 
 
 def check_loop(capture: Capture, tolerance: float) -> dict[str, float]:
-    """Compare what the first block of every call reads with the sum of both states.
+    """Compare the input of the first block of every call with the sum of both states.
 
     Returns:
-        The largest relative error, as ``"loop"``; nothing of a model without a loop.
+        The largest relative error, as ``"loop"``; empty for a model without a loop.
 
     Raises:
-        UnsupportedModelError: they differ: the calls follow each other in another way.
+        UnsupportedModelError: they differ, so the calls follow each other in another way.
     """
     loop = capture.view.loop
     if loop is None:
@@ -126,8 +127,8 @@ def check_loop(capture: Capture, tolerance: float) -> dict[str, float]:
         states[call.stack] = capture.resid_post(first - 1)
     if not worst <= tolerance:
         raise UnsupportedModelError(
-            f"{capture.view.description}: its stacks are not called as its config says: a block reads another stream "
-            f"than the sum of their states (relative error {worst:.1e}, allowed {tolerance:.0e})."
+            f"{capture.view.description}: its stacks are not called as its config says: the input of a block is not "
+            f"the sum of their states (relative error {worst:.1e}, allowed {tolerance:.0e})."
         )
     return {"loop": worst}
 
@@ -138,11 +139,11 @@ SHARED = "shared"
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Where the tokens of one layer are sent.
+    """The experts to which the tokens of one layer are routed.
 
     Attributes:
-        index: experts' numbers, `[batch, pos, choice]`.
-        weight: what each of them counts, the same; it scales what the expert gives, or (Llama 4) what it reads.
+        index: the experts' numbers, `[batch, pos, choice]`.
+        weight: their weights, in the same shape; factors of the experts' outputs, or (Llama 4) of their inputs.
     """
 
     index: Int[Tensor, "batch pos choice"]
@@ -150,7 +151,7 @@ class Routes:
 
 
 def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Coefficients:
-    """The coefficients of an MLP's activation under a rule, at what it reads."""
+    """Return the coefficients of an MLP's activation under a rule, at its input."""
     pre_in = Linear(weights.W_in, weights.b_in)(x)
     phi = in_one_kernel(weights.activation, pre_in.dtype)
     if weights.W_gate is None:
@@ -160,7 +161,7 @@ def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"]
 
 
 def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = None) -> Chain:
-    """An MLP with its activation replaced by these coefficients; `post` is a factor of the hidden vector."""
+    """Return an MLP with its activation replaced by these coefficients; `post` is a factor of the hidden vector."""
     through = Diagonal(held.through, held.offset(weights.b_post))
     if weights.W_gate is None or held.gate is None:
         hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
@@ -176,7 +177,7 @@ def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = Non
 
 
 def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Chain:
-    """An MLP as a map, from what it reads."""
+    """Return an MLP as a map of its input."""
     held = held_coefficients(weights, x, rule)
     if weights.post_factor is None:
         return mlp_chain(weights, held)
@@ -191,29 +192,29 @@ def expert_maps(
     routes: Routes,
     rule: FrozenRule,
 ) -> dict[str, AffineMap]:
-    """What a mixture of experts is the sum of, by name: ``"experts"`` and, where there are any, ``"shared"``.
+    """Return the summands of a mixture of experts by name: ``"experts"`` and, if there are any, ``"shared"``.
 
     Args:
-        weights: of the experts.
-        x: what the experts read.
-        beside: what the shared expert reads.
-        routes: where its tokens are sent.
-        rule: the rule for their activations.
+        weights: the experts' weights.
+        x: the experts' input.
+        beside: the shared expert's input.
+        routes: the routing of tokens.
+        rule: the rule for activations.
 
     Raises:
-        UnsupportedModelError: routing of another form.
+        UnsupportedModelError: the routing has another form.
     """
     if routes.index.shape != routes.weight.shape:
         raise UnsupportedModelError(
             f"experts are called with {tuple(routes.index.shape)} choices and {tuple(routes.weight.shape)} weights for "
-            f"tokens {tuple(x.shape[:2])}; only routing [token, choice] is read."
+            f"tokens {tuple(x.shape[:2])}; only routing [token, choice] is supported."
         )
     flat_index = routes.index.flatten(0, 1)
     flat_weight = routes.weight.flatten(0, 1).to(x)
     flat_x = x.flatten(0, 1)
     branches = []
     for number in flat_index[flat_weight != 0].unique().tolist():
-        if number >= weights.count:  # some routers have a choice that is no expert
+        if number >= weights.count:  # some routers have a choice without an expert
             continue
         tokens, choice = ((flat_index == number) & (flat_weight != 0)).nonzero(as_tuple=True)
         scale = flat_weight[tokens, choice]
@@ -225,7 +226,7 @@ def expert_maps(
         else:
             expert = frozen_mlp(weights.expert(number), packed, rule)
         branches.append(Branch(expert, tokens, scale * weights.branch_factor, number))
-    if not branches:  # every token's choices count nothing
+    if not branches:  # every choice has weight zero
         nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], rule)
         branches.append(Branch(nothing, flat_index.new_zeros(0), flat_weight.new_zeros(0)))
     maps: dict[str, AffineMap] = {EXPERTS: Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
@@ -248,7 +249,7 @@ BlocksType = TypeVar("BlocksType", bound="Blocks")
 def reads_weights(
     method: Callable[Concatenate[BlocksType, int, Options], Result],
 ) -> Callable[Concatenate[BlocksType, int, Options], Result]:
-    """A method that reads one layer's weights: they are brought in for it where they lie elsewhere."""
+    """Decorate a method that reads one layer's weights: loads them for the call if they are offloaded."""
 
     @wraps(method)
     def reading(self: BlocksType, layer: int, *arguments: Options.args, **options: Options.kwargs) -> Result:
@@ -257,22 +258,22 @@ def reads_weights(
             return method(self, layer, *arguments, **options)
         with blocks[layer].loaded():
             result = method(self, layer, *arguments, **options)
-        self.forget(layer)  # what it holds grows with the model, as the weights do
+        self.forget(layer)  # cached maps are as large as the weights
         return result
 
     return reading
 
 
 class BlockParts(NamedTuple):
-    """What a block is composed of, in the order of `models.layouts.compose`.
+    """The components of a block, in the order of `models.layouts.compose`.
 
     Attributes:
-        attention: or what mixes positions in its place.
-        mlp: None where the block has none, or where it is left out.
-        norms: by name.
-        whitening: of a whitened model.
+        attention: attention, or the mixer in its place.
+        mlp: None if the block has none, or it is left out.
+        norms: the norms by name.
+        whitening: the whitening in a whitened model.
         within: where an encoder–decoder's block acts.
-        beside: what mixes positions beside attention.
+        beside: a mixer next to attention.
     """
 
     attention: AffineMap
@@ -287,8 +288,8 @@ class Blocks(ABC):
     """The parts of every block as maps.
 
     Attributes:
-        capture: the run that tells positions and sides; of two runs the first.
-        layouts: how each block is put together; empty until that is proved.
+        capture: the run that defines positions and sides; the first of two runs.
+        layouts: how each block is composed; empty until that is verified.
     """
 
     capture: Capture
@@ -297,76 +298,76 @@ class Blocks(ABC):
     @cached_property
     @abstractmethod
     def row_bytes(self) -> int:
-        """What a vector allocates on its way at most."""
+        """The maximal bytes that one vector allocates on its way."""
 
     @property
     def view(self) -> ModelView:
-        """The reading of the model's weights."""
+        """The reader of the model's weights."""
         return self.capture.view
 
     @abstractmethod
     def forget(self, layer: int) -> None:
-        """Drop what was cached of a layer and is as large as its weights."""
+        """Drop cached results for a layer that are as large as its weights."""
 
     # ------------------------------------------------------------------ parts
 
     @abstractmethod
     def norm(self, layer: int, /, name: str) -> AffineMap:
-        """One norm of one block; a map of the positions that the block acts on."""
+        """Return one norm of one block, as a map of the positions that the block acts on."""
 
     @abstractmethod
     def final_norm(self) -> AffineMap | None:
-        """The norm after the last block, or None."""
+        """Return the norm after the last block, or None."""
 
     @abstractmethod
     def encoder_norm(self) -> AffineMap | None:
-        """The norm after an encoder–decoder's last encoder block, or None."""
+        """Return the norm after an encoder–decoder's last encoder block, or None."""
 
     @abstractmethod
     def within(self, layer: int, /) -> Within | None:
-        """Where a block acts; None where there is one stack."""
+        """Return where a block acts; None if there is one stack."""
 
     @abstractmethod
     def whitening(self, layer: int, /) -> Chain | None:
-        """The whitening of the stream before a block of a whitened model; None of any other model."""
+        """Return the whitening of the stream before a block of a whitened model; None for any other model."""
 
     @abstractmethod
     def mixer(self, layer: int, /, heads: Collection[int] | None = None) -> Chain:
-        """Attention, or what mixes positions in its place; `heads` keeps only those."""
+        """Return attention, or the mixer in its place; `heads` keeps only those heads."""
 
     @abstractmethod
     def beside(self, layer: int, /) -> Chain | None:
-        """What mixes positions beside attention; None where nothing does."""
+        """Return the mixer next to attention, or None."""
 
     @abstractmethod
     def mlp(self, layer: int, /, rule: FrozenRule = "frozen") -> AffineMap | None:
-        """One MLP, or mixture of experts, or None without one."""
+        """Return one MLP or mixture of experts, or None without one."""
 
     @abstractmethod
     def experts(self, layer: int, /, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
-        """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through."""
+        """Return the summands of a mixture of experts: the routed experts together, and the shared one."""
 
     @abstractmethod
     def per_layer(self, layer: int, /, rule: FrozenRule = "frozen") -> Chain | None:
-        """What a block adds for a separate input of each token at this layer; None without one."""
+        """Return the branch for a separate input of each token at this layer; None without one."""
 
     @abstractmethod
     def additions(self, layer: int, /) -> Mapping[StreamPoint, Offset]:
-        """What user-installed hooks add to the stream in a block, by hook point."""
+        """Return the vectors that user-installed hooks add to the stream in a block, by hook point."""
 
     @abstractmethod
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """What lies between the model's output and its unembedding; None where nothing does."""
+        """Return the map between the model's output and its unembedding, or None."""
 
     # ------------------------------------------------------------------ composed
 
     def final_map(self) -> AffineMap | None:
-        """The norm after the last block as a map of all positions: in an encoder–decoder it acts on the decoder's."""
+        """Return the norm after the last block as a map of all positions; it acts on those of the last block."""
         norm = self.final_norm()
         return None if norm is None else self.on_last_side(norm)
 
     def on_last_side(self, inner: AffineMap) -> AffineMap:
-        """What acts where the last block does, as a map of all positions: in an encoder–decoder on the decoder's."""
+        """Extend a map at the last block's positions, in an encoder–decoder the decoder's, to all positions."""
         if self.capture.sides is None:
             return inner
         start, stop = self.capture.side(self.capture.n_layers - 1)
@@ -376,7 +377,7 @@ class Blocks(ABC):
     def parts(
         self, layer: int, rule: FrozenRule = "frozen", heads: Collection[int] | None = None, mlp: bool = True
     ) -> BlockParts:
-        """What a block is composed of, as maps of the stream that enters it."""
+        """Return the components of a block, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         last = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
         if last is not None:
@@ -387,7 +388,7 @@ class Blocks(ABC):
         return BlockParts(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
 
     def _attention_of_stream(self, layer: int, heads: Collection[int] | None) -> AffineMap:
-        """Attention as a map of the stream that enters the block: a constant where it takes another block's values."""
+        """Attention as a map of the stream that enters the block: a constant if it takes another block's values."""
         mixing = self.mixer(layer, heads)
         ends = self.capture.points.blocks[layer].attention
         if self.view.blocks[layer].values_layer is None or ends is None:
@@ -396,10 +397,10 @@ class Blocks(ABC):
         return Diagonal(torch.zeros_like(written), written)
 
     def shared_read(self, layer: int, heads: Collection[int] | None = None) -> EarlierRead | None:
-        """What another stream at the block whose values a block takes adds to the stream that enters it.
+        """Return the effect, on a block that takes another block's values, of a change of the stream at that block.
 
         Returns:
-            A map of that stream, zero at the pass's own, whose share is a constant of the block; None where the block
+            A map of that stream, zero at the pass's own, which is counted as a constant of the block; None if the block
             takes no values.
 
         Raises:
@@ -412,7 +413,7 @@ class Blocks(ABC):
         if layout.parallel or self.view.is_whitened:
             raise UnsupportedModelError(
                 f"{self.view.blocks[layer].name} of this {self.view.description} takes the values of an earlier block, "
-                "which is not read where attention and MLP are parallel or the stream is whitened."
+                "which is not supported if attention and MLP are parallel or the stream is whitened."
             )
         before = self.layouts[source].attn.before
         reads = () if before is None else (self.norm(source, before),)
@@ -431,10 +432,9 @@ class Blocks(ABC):
         mlp: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
-        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
+        """Return one block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves out the MLP.
 
-        An encoder's last block ends with the encoder's norm. Values that are taken from an earlier block are constants
-        of it.
+        An encoder's last block ends with the encoder's norm. Values taken from an earlier block are constants.
 
         Raises:
             InvalidInputError: no such layer.
@@ -445,7 +445,7 @@ class Blocks(ABC):
 
     @reads_weights
     def composed(self, layer: int, layout: Layout, parts: BlockParts, rule: FrozenRule = "frozen") -> AffineMap:
-        """A block from its `parts`, put together in one way."""
+        """Return a block composed from its `parts` in the given layout."""
         per_layer = self.per_layer(layer, rule)
         ends = self.ends(layer, parts.norms)
         if per_layer is not None:
@@ -454,12 +454,12 @@ class Blocks(ABC):
         return Chain((*stages_of(block), *ends)) if ends else block
 
     def sublayers(self, layer: int, layout: Layout, parts: BlockParts) -> AffineMap:
-        """A block from its `parts`, without what comes after both sublayers; what hooks add goes with its sublayer."""
+        """Return a block from its `parts` up to both sublayers; additions by hooks go with their sublayer."""
         middle, late = self.stream_offsets(layer, mlp=parts.mlp is not None)
         return compose(layout, *parts, middle=middle, late=late)
 
     def stream_offsets(self, layer: int, *, mlp: bool = True) -> tuple[list[Offset], list[Offset]]:
-        """What hooks add to the stream after attention, and after the MLP (without `mlp`, not to what it writes)."""
+        """Return additions by hooks after attention and after the MLP (without `mlp`, not those to its output)."""
         added = self.additions(layer).items()
         middle = [offset for point, offset in added if point.place in ("attention", "middle")]
         late = [offset for point, offset in added if point.place == "late" or (mlp and point.place == "mlp")]
@@ -467,13 +467,13 @@ class Blocks(ABC):
 
     @reads_weights
     def mixture(self, layer: int, parts: Mapping[str, AffineMap]) -> AffineMap:
-        """A mixture of experts from its parts."""
+        """Return a mixture of experts from its parts."""
         branches = [self.with_norms(layer, name, part) for name, part in parts.items()]
         return branches[0] if len(branches) == 1 else Sum(tuple(branches))
 
     @reads_weights
     def with_norms(self, layer: int, name: str, part: AffineMap) -> AffineMap:
-        """A part of a mixture of experts with the norms around it, where it has any."""
+        """Return a part of a mixture of experts with the norms around it, if any."""
         weights = self.view.blocks[layer].mlp
         if not isinstance(weights, ExpertsWeights) or name not in weights.around:
             return part
@@ -481,21 +481,21 @@ class Blocks(ABC):
         return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block_map`, `lazily`."""
+        """See `block_map`; composed `lazily`."""
         return self.lazily(layer, lambda: self.block_map(layer, **options))
 
     def stages(
         self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
-        """Blocks that follow each other, as maps to be applied one after the other.
+        """Return consecutive blocks as maps to be applied one after the other.
 
-        Where some take values from an earlier one of them, they are all one map. Values from a block before the first
-        are constants. Blocks that run in a loop are put together as it does.
+        Blocks that take values from an earlier one of them form a single map with it. Values from a block before the
+        first are constants. Blocks that run in a loop are composed as in the loop.
 
         Args:
-            layers: which blocks.
+            layers: the blocks.
             rule: the rule for MLPs.
-            heads: of some layers, those to keep.
+            heads: the heads to keep, for some layers.
             mlp: the layers whose MLPs are kept.
         """
         reads: dict[int, EarlierRead] = {}
@@ -513,7 +513,7 @@ class Blocks(ABC):
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
     def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:
-        """A part of a block; where its weights are brought in, composed each time it is used, and dropped after."""
+        """Return a part of a block; if its weights are offloaded, compose it at each use and drop it afterwards."""
         block = self.view.blocks[layer]
         if not block.brought:
             return compose_part()
@@ -526,11 +526,11 @@ class Blocks(ABC):
         return LazyMap(opened, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int, norms: Mapping[str, AffineMap] | None = None) -> list[AffineMap]:
-        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm, what hooks add.
+        """Return the maps after a block's sublayers: its scalar factor, an encoder's final norm, additions by hooks.
 
         Args:
-            layer: which block.
-            norms: of `parts`, with the encoder's final norm where that is to be another map.
+            layer: the block.
+            norms: those of `parts`, including the encoder's final norm if that is to be another map.
         """
         ends: list[AffineMap] = []
         scalar = self.view.blocks[layer].scalar
@@ -547,7 +547,7 @@ class Blocks(ABC):
 
 @dataclass(eq=False)
 class _Cache:
-    """What is computed once for each layer under the default activation rule.
+    """Results that are computed once for each layer under the default activation rule.
 
     Attributes:
         ratios: the coefficients of a dense MLP's activation.
@@ -560,19 +560,19 @@ class _Cache:
     gates: set[int] = field(default_factory=set[int])
 
     def forget(self, layer: int) -> None:
-        """Drop what is as large as a layer's weights."""
+        """Drop results that are as large as a layer's weights."""
         self.ratios.pop(layer, None)
         self.experts.pop(layer, None)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMaps(Blocks):
-    """The parts of every block as maps, with patterns, activation ratios and norm scales held at one capture.
+    """The parts of every block as maps, with patterns, activation ratios and norm scales from one capture.
 
     Attributes:
         capture: the activations.
-        tolerance: the largest error that a proof may show.
-        layouts: how each block is put together; empty until that is proved.
+        tolerance: the largest error that a proof allows.
+        layouts: how each block is composed; empty until that is verified.
     """
 
     capture: Capture
@@ -581,16 +581,16 @@ class BlockMaps(Blocks):
     cache: _Cache = field(default_factory=_Cache, repr=False)
 
     def with_capture(self, capture: Capture) -> "BlockMaps":
-        """The same blocks at other activations, or with other weights."""
+        """Return the same blocks at other activations, or with other weights."""
         return replace(self, capture=capture, cache=_Cache())
 
     def of_two_runs(self) -> "BlockMaps":
-        """The same blocks for a difference: what a patch put there less what it replaced is a constant of the run."""
+        """Return the same blocks for a difference, in which the effect of a patch is a constant of the run."""
         additions = replace(self.capture.additions, patched=())
         return replace(self, capture=replace(self.capture, additions=additions))
 
     def at_weights(self, layer: int) -> "BlockMaps":
-        """The same maps on the device that a block runs on; these where results are there, too."""
+        """Return the same maps on the device of a block's weights; these if results are there too."""
         block = self.view.blocks[layer]
         if not block.moved:
             return self
@@ -604,7 +604,7 @@ class BlockMaps(Blocks):
         return {}
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block_map`, on the device of the block's weights, and `lazily`."""
+        """See `block_map`; on the device of the block's weights, and composed `lazily`."""
         maps = self.at_weights(layer)
         stage = maps.lazily(layer, partial(maps.block_map, layer, **options))
         if maps is self:
@@ -612,7 +612,7 @@ class BlockMaps(Blocks):
         return Placed(stage, maps.mask.device, self.mask.device)
 
     def forget(self, layer: int) -> None:
-        """Drop what was cached of a layer and is as large as its weights."""
+        """Drop cached results for a layer that are as large as its weights."""
         self.cache.forget(layer)
 
     @property
@@ -627,46 +627,46 @@ class BlockMaps(Blocks):
 
     @property
     def _recursion_mask(self) -> Bool[Tensor, "batch pos"] | None:
-        """The mask, for maps that pass something on from token to token; None where every token is real."""
+        """The mask for maps that carry a state from token to token; None if every token is real."""
         return None if bool(self.mask.all()) else self.mask
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
+        """The maximal bytes that one vector allocates: the stream, a sublayer's input, and the widest hidden layer."""
         widest = max((block.widest for block in self.view.blocks), default=0)
         x = self.capture.resid_pre(0)
-        vectors = 3 if self.view.loop is None else 4  # the state of the stack that is not called, too
+        vectors = 3 if self.view.loop is None else 4  # plus the state of the stack that is not called
         return x[..., 0].numel() * (vectors * x.shape[-1] + widest) * x.element_size()
 
     # ------------------------------------------------------------------ maps
 
     @reads_weights
     def norm(self, layer: int, name: str) -> Norm:
-        """One norm of one block, scale frozen; a map of the positions that the block acts on (see `side`)."""
+        """Return one norm of one block, with a frozen scale; a map of the block's positions (see `side`)."""
         block = self.view.blocks[layer]
         return self._norm((block.norms | block.inner_norms)[name], self.points.blocks[layer].scales[name])
 
     def final_norm(self) -> Norm | None:
-        """The norm after the last block, or None."""
+        """Return the norm after the last block, or None."""
         if self.view.final_norm is None or self.points.final_scale is None:
             return None
         return self._norm(self.view.final_norm, self.points.final_scale)
 
     def _norm(self, weights: NormWeights, scale_name: str) -> Norm:
         scale = self.capture.activation(scale_name)
-        if weights.epsilon is not None:  # the hook point shows what the norm reads
+        if weights.epsilon is not None:  # the hook point shows the norm's input
             scale = weights.scale_of(scale)
         return Norm(scale, weights.gain, weights.shift, weights.centre)
 
     def encoder_norm(self) -> Norm | None:
-        """The norm after an encoder–decoder's last encoder block, or None."""
+        """Return the norm after an encoder–decoder's last encoder block, or None."""
         if self.view.encoder_norm is None or self.points.encoder_scale is None:
             return None
         return on_device(self._norm(self.view.encoder_norm, self.points.encoder_scale), self.mask.device)
 
     @reads_weights
     def within(self, layer: int) -> Within | None:
-        """Where a block acts; None where there is one stack."""
+        """Return where a block acts; None if there is one stack."""
         if self.capture.sides is None:
             return None
         start, stop = self.capture.side(layer)
@@ -681,9 +681,9 @@ class BlockMaps(Blocks):
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
 
     def whitening(self, layer: int) -> Chain | None:
-        """The whitening of the stream before a block of a whitened model, a linear map; None of any other model.
+        """Return the whitening of the stream before a block of a whitened model; None for any other model.
 
-        Before the first block of a loop, what that makes of the embedding.
+        Before the first block of a loop, it is the map of the embedding to that block's input.
         """
         loop = self.view.loop
         if loop is not None and layer == 0:
@@ -696,9 +696,9 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """One self-attention sublayer, pattern frozen: values, mixing, output. `heads` keeps only those (b_O stays).
+        """Return one self-attention sublayer with a frozen pattern: values, mixing, output.
 
-        As `mlp`, a map of the positions that the block acts on (see `side`).
+        `heads` keeps only those (b_O stays). As `mlp`, a map of the block's positions (see `side`).
         """
         weights = self.view.blocks[layer].attention
         ends = self.points.blocks[layer].attention
@@ -722,10 +722,10 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """What `Capture.pattern` gives; where heads belong to experts (JetMoe), that of every expert's heads.
+        """Return `Capture.pattern`; if heads belong to experts (JetMoe), that of every expert's heads.
 
-        It is multiplied by what the expert counts for the query, zero for one that the query's token is not sent to.
-        Each key-value head has one head of each expert.
+        It is multiplied by the expert's weight at the query, zero for an expert that the query's token is not routed
+        to. Each key-value head has one head of each expert.
         """
         pattern = self.capture.pattern(layer)
         ends = self.points.blocks[layer].attention
@@ -735,7 +735,7 @@ class BlockMaps(Blocks):
         return pattern if routing is None else routing.patterns(pattern, self.capture.activation(ends.into))
 
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
-        """The pattern as a map, held or recomputed; heads that are left out are zero."""
+        """The pattern as a map, stored or recomputed; heads that are left out are zero."""
         weights = self.view.blocks[layer].attention
         name = self.points.blocks[layer].pattern
         dtype = self.capture.resid_pre(layer).dtype
@@ -752,7 +752,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """Attention, or what mixes positions in its place, with all that depends on its input held."""
+        """Return attention, or the mixer in its place, with everything that depends on its input held."""
         read = self.view.blocks[layer].mixer
         ends = self.points.blocks[layer].attention
         if read is None:
@@ -766,7 +766,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def beside(self, layer: int) -> Chain | None:
-        """What mixes positions beside attention, likewise; None where nothing does."""
+        """Return the mixer next to attention, with everything that depends on its input held, or None."""
         mixing = self.beside_alone(layer)
         if mixing is None:
             return None
@@ -774,7 +774,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def beside_alone(self, layer: int) -> Chain | None:
-        """The same as its own module computes it, without what the block multiplies it by."""
+        """Return the same as its own module computes it, without the block's factor."""
         read = self.view.blocks[layer].beside
         ends = self.points.blocks[layer].beside
         if read is None or ends is None:
@@ -788,16 +788,16 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def attention_alone(self, layer: int) -> AffineMap:
-        """The same as the model's own module computes it, without what the block multiplies its branches by.
+        """Return attention as the model's own module computes it, without the block's factor for its branches.
 
-        What hooks add to its output is part of it: what is put in the place of that output comes after them.
+        Additions by hooks to its output are included, because a replacement of that output comes after them.
         """
         factor = self.view.blocks[layer].attention_factor
         return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"), factor)
 
     @reads_weights
     def mlp_alone(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
-        """The MLP likewise."""
+        """Return the MLP as the model's own module computes it; see `attention_alone`."""
         mlp = self.mlp(layer, rule)
         if mlp is None:
             return None
@@ -805,28 +805,28 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def experts_alone(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
-        """The parts of a mixture of experts likewise."""
+        """Return the parts of a mixture of experts without the block's factor."""
         factor = self.view.blocks[layer].branch_factor
         return {name: self._divided(layer, part, factor) for name, part in self.experts(layer, rule).items()}
 
     def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
-        """A branch, and what hooks add to the output of its module."""
+        """A branch with the additions by hooks to the output of its module."""
         added = self.additions(layer).items()
         offsets = [offset for point, offset in added if point.inside and point.place == place]
         return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
     def _divided(self, layer: int, branch: AffineMap, factor: float) -> AffineMap:
-        """A branch of a block without the factor that the block multiplies it by."""
+        """A branch of a block without the block's factor."""
         if factor == 1:
             return branch
         return self._multiplied(layer, Chain((branch,)), 1 / factor)
 
     @reads_weights
     def mlp_coefficients(self, layer: int, rule: FrozenRule = "frozen") -> Coefficients | None:
-        """What one layer's activation is replaced by under a rule; None without an MLP.
+        """Return the replacement of one layer's activation under a rule; None without an MLP.
 
         Raises:
-            UnsupportedModelError: a mixture of experts.
+            UnsupportedModelError: the layer is a mixture of experts.
         """
         points = self.points.blocks[layer]
         weights = self.view.blocks[layer].dense_mlp
@@ -847,7 +847,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def mlp(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
-        """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
+        """Return one MLP or mixture of experts, with activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
             return self.mixture(layer, self.experts(layer, rule))
@@ -866,13 +866,13 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def check_gate(self, layer: int) -> None:
-        """Compare a gate's pre-activations, as its weights give them, with the captured ones; once for each layer.
+        """Compare a gate's pre-activations, computed from its weights, with the captured ones; once per layer.
 
         The default rule holds the gate's activation and never reads its weights; a rule that pulls through them is
-        right only where they give that activation.
+        right only if they give that activation.
 
         Raises:
-            UnsupportedModelError: they do not: there is a hook on the gate, or its module was changed.
+            UnsupportedModelError: they differ: there is a hook on the gate, or its module was changed.
         """
         weights = self.view.blocks[layer].dense_mlp
         name = self.points.blocks[layer].pre
@@ -881,7 +881,7 @@ class BlockMaps(Blocks):
         x = self._mlp_input(layer)
         mask = self.mask[:, slice(*self.capture.side(layer))]
         differences = upcast(Linear(weights.W_gate, weights.b_gate)(x) - self.capture.activation(name))[mask]
-        # what such vectors and weights give; a token's own pre-activations may be nearly zero
+        # the size expected from such vectors and weights; a token's own pre-activations may be nearly zero
         typical = upcast(x)[mask].norm() * upcast(weights.W_gate).norm() / (mask.sum() * x.shape[-1]).sqrt()
         size = typical.clamp_min(torch.finfo(typical.dtype).tiny)
         error = float(differences.norm(dim=-1).max() / size)
@@ -896,7 +896,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def _mlp_input(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What a block's MLP reads, computed from the block's input, at the positions that the block acts on."""
+        """The input of a block's MLP, computed from the block's input, at the positions that the block acts on."""
         layout = self.layouts[layer]
         start, stop = self.capture.side(layer)
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
@@ -913,7 +913,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def experts(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
-        """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
+        """Return the summands of a mixture of experts: the routed experts together, and the shared one.
 
         Raises:
             UnsupportedModelError: the layer has no experts.
@@ -932,7 +932,7 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def per_layer(self, layer: int, rule: FrozenRule = "frozen") -> Chain | None:
-        """What a block adds for a separate input of each token at this layer, gate and input held; None without one."""
+        """Return the branch for a separate input of each token at this layer, gate and input held; None without one."""
         weights = self.view.blocks[layer].per_layer
         points = self.points.blocks[layer]
         if weights is None or points.per_layer is None or points.per_layer_input is None:
@@ -944,18 +944,18 @@ class BlockMaps(Blocks):
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
     def additions(self, layer: int) -> dict[StreamPoint, Offset]:
-        """What user-installed hooks add to the stream in a block, by hook point.
+        """Return the vectors that user-installed hooks add to the stream in a block, by hook point.
 
         Raises:
-            UnsupportedModelError: they put values in the place of some, and this is a pass by itself: what they
-                replaced must not count, and a constant that is added to it would let it.
+            UnsupportedModelError: a hook replaces entries of the stream, and this is a single pass: the replaced
+                entries must have no effect, but in a map that adds a constant they would.
         """
         patched = [point.name for point in self.capture.additions.patched if point.layer == layer]
         if patched and self.layouts:
             raise UnsupportedModelError(
-                f"blocks.{layer} of this {self.view.description}: a hook at {' and '.join(patched)} put values in the "
-                "place of what the model computes (a patch), so that this pass by itself has no map there. Compare it "
-                "with a run without the hook, tlens.difference(patched, plain): its constant is what the patch changed."
+                f"blocks.{layer} of this {self.view.description}: a hook at {' and '.join(patched)} replaced values "
+                "that the model computes (a patch), so a single pass has no map there. Compare it with a run without "
+                "the hook, tlens.difference(patched, plain), in which the change made by the patch is a constant."
             )
         block = self.view.blocks[layer]
         offsets: dict[StreamPoint, Offset] = {}
@@ -968,9 +968,9 @@ class BlockMaps(Blocks):
 
     @reads_weights
     def routing(self, layer: int) -> Routes:
-        """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
+        """Return the experts that each token of a layer is routed to, and their weights: `[batch, pos, choice]` each.
 
-        At padding they are what the model happened to choose there.
+        At padding, these are the model's arbitrary choices.
 
         Raises:
             InvalidInputError: no such layer.
@@ -988,7 +988,7 @@ class BlockMaps(Blocks):
         return Routes(index, weights.routing.of_choices(weight, index))
 
     def expert_weights(self, layer: int) -> ExpertsWeights:
-        """The weights of a layer's experts.
+        """Return the weights of a layer's experts.
 
         Raises:
             UnsupportedModelError: it has none.
@@ -999,9 +999,9 @@ class BlockMaps(Blocks):
         return weights
 
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """What lies between the model's output and its unembedding, frozen; None where nothing does.
+        """Return the frozen map between the model's output and its unembedding, or None.
 
-        Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
+        For a masked language model it is norm(φ(x·W + b)); for a classifier that reads several positions, the norm of
         their mean, the same for every query.
         """
         head = self.view.mlm_head

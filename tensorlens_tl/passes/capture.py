@@ -1,4 +1,4 @@
-"""What one forward pass leaves behind: activations by hook-point name, and the streams that they make up."""
+"""The data of one forward pass: activations by hook-point name, and the streams composed from them."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
 
 _checked: ContextVar[dict[WeightState, Any] | None] = ContextVar("checked", default=None)
-"""States of passes, by identity, that were compared with their model in this question."""
+"""States of passes, by identity, that were compared with their model during the current call."""
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -29,14 +29,14 @@ Answer = TypeVar("Answer")
 
 @contextmanager
 def one_check(model: HookedModel) -> Generator[None, None, None]:
-    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor any taken here.
+    """Lock the model for this thread, and compare each capture with it at most once, while the context is open.
 
-    It stands around the steps of one question, and may stand around others of its kind. All passes of one model share
-    the reading of its weights. As the question ends they are compared once more: all numbers where somebody else's
-    hooks are on the model, which may write to weights while it runs, and otherwise by torch's count of writes.
+    It surrounds the steps of one public function, and may be nested. All passes of one model share the reading of its
+    weights. At the end they are compared once more: every number if user-installed hooks are on the model, as these may
+    write to weights while it runs, otherwise only torch's count of writes.
 
     Raises:
-        FrozenModelError: as it ends, if the weights of a pass that was compared are no longer those of the pass.
+        FrozenModelError: at the end, if the weights of a compared pass have changed.
     """
     with listed_once(model):
         if _checked.get() is not None:
@@ -49,21 +49,22 @@ def one_check(model: HookedModel) -> Generator[None, None, None]:
             if not _still_held(checked):
                 raise FrozenModelError(
                     "the model's weights were changed while this question was answered, by a hook or another thread, "
-                    "so its numbers are of no one model. Take off what writes to them, freeze again and ask again."
+                    "so the results are not those of a single model. Remove the cause, freeze again, and repeat the "
+                    "call."
                 )
         finally:
             _checked.reset(token)
 
 
 def note_fresh(weights: WeightState, model: HookedModel) -> None:
-    """Inside `one_check`, read the model's weights no more: these were taken from it or compared with it just now."""
+    """Skip further comparisons inside `one_check`: the weights were just taken from the model, or compared with it."""
     checked = _checked.get()
     if checked is not None:
         checked[weights] = model
 
 
 def _still_held(checked: Mapping[WeightState, Any]) -> bool:
-    """Whether weights that were compared as a question began are the same as it ends."""
+    """Return whether weights that were compared at the beginning are still the same."""
     distinct: dict[WeightState, Any] = {}
     for weights, model in checked.items():
         if not any(of is model and weights.equals(other) for other, of in distinct.items()):
@@ -75,7 +76,7 @@ def _still_held(checked: Mapping[WeightState, Any]) -> bool:
 
 
 def one_question(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """A function that is asked about passes, inside `one_check` of their model, where they have one between them."""
+    """Run a function of passes inside `one_check`, if they share one model."""
 
     @wraps(function)
     def answered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
@@ -91,7 +92,7 @@ def one_question(function: Callable[Arguments, Answer]) -> Callable[Arguments, A
 
 @dataclass(frozen=True, eq=False)
 class HeldConfiguration:
-    """A model's configuration as it was when a pass was frozen; it can be copied and pickled."""
+    """A model's configuration when a pass was frozen; it can be copied and pickled."""
 
     texts: Mapping[str, str]
 
@@ -101,13 +102,13 @@ class HeldConfiguration:
 
 @dataclass(frozen=True, eq=False)
 class Additions:
-    """What user-installed hooks added to the residual stream.
+    """The vectors that user-installed hooks add to the residual stream.
 
     Attributes:
-        constant: vectors, by hook point: those that do not depend on what the hooks read, and of a patch what it put
-            there less what it replaced.
-        patched: the hook points where hooks put values in the place of entries of the stream.
-        dependent: the hook points where hooks add something else that depends on what they read.
+        constant: by hook point, additions that do not depend on the hook's input; for a patch, the new values minus the
+            replaced ones.
+        patched: the hook points where hooks replace entries of the stream.
+        dependent: the hook points where hooks add something else that depends on their input.
     """
 
     constant: Mapping[StreamPoint, Float[Tensor, "batch pos d_model"]] = field(default_factory=dict)
@@ -115,31 +116,31 @@ class Additions:
     dependent: tuple[StreamPoint, ...] = ()
 
     def of(self, layer: int) -> dict[StreamPoint, Float[Tensor, "batch pos d_model"]]:
-        """The constants of one block, in the order of the pass."""
+        """Return the constants of one block, in the order of the pass."""
         return {point: vectors for point, vectors in self.constant.items() if point.layer == layer}
 
     def at(self, index: Any) -> "Additions":
-        """At some positions: an index of batch and position."""
+        """Return the additions at some positions, given an index of batch and position."""
         return replace(self, constant={point: vectors[index] for point, vectors in self.constant.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """One forward pass as data; it runs nothing and proves nothing.
+    """The data of one forward pass; it does not run or verify anything.
 
     Attributes:
-        view: the reading of the model's weights.
-        points: the hook points whose activations it has.
+        view: the reader of the model's weights.
+        points: the hook points of its activations.
         prompt: tokens `[batch, pos]`, mask, keyword arguments and readable tokens.
         activations: by hook-point name (listed in `tensorlens_tl.hooks.points`).
-        held_scores: of a pass frozen with ``patterns="recompute"``, the factors of each pattern, by hook-point name.
-        weights: what the model's weights were, to tell whether they still are.
-        configuration: what decided the model's numbers besides its weights
+        held_scores: with ``patterns="recompute"``, the factors of each pattern, by hook-point name.
+        weights: the state of the model's weights, to detect changes.
+        configuration: the settings that determine the model's outputs besides its weights
             (`tensorlens_tl.models.lifecycle`).
-        other_hooks: the hook points and modules where user-installed hooks were during the pass.
-        hook_numbers: which hooks those were.
-        additions: what they added to the residual stream.
-        entry_hooks: hooks of ours that put other embeddings in the place of the tokens', as a baseline has them.
+        other_hooks: the hook points and modules that had user-installed hooks during the pass.
+        hook_numbers: the numbers of those hooks.
+        additions: the vectors that they added to the residual stream.
+        entry_hooks: our own hooks that replace the tokens' embeddings, for baselines.
     """
 
     view: ModelView
@@ -158,7 +159,7 @@ class Capture:
 
     @property
     def model(self) -> HookedModel:
-        """The model the pass was taken from; no hook is left on it."""
+        """The model that the pass was taken from; no hook is left on it."""
         return self.view.model
 
     @property
@@ -168,7 +169,7 @@ class Capture:
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids; of images and sound, position numbers."""
+        """Token ids; for images and sound, position numbers."""
         return self.prompt.tokens
 
     @property
@@ -187,12 +188,12 @@ class Capture:
         return self.view.n_layers
 
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass.
+        """Raise `FrozenModelError` if the model's weights or configuration have changed since this pass.
 
-        Weights that were changed, moved or cast, adapters that were switched, scaled or merged; also writes through
-        ``.data`` (see `WeightState`). Weights that were changed and restored in place are those of the pass. It waits
-        for another thread that runs the model, or that has given it other weights for a while. Inside
-        ``torch.autocast``, whose products are not the pass's, it raises `InvalidInputError`.
+        Weights may have been changed, moved or cast, also through ``.data`` (see `WeightState`), and adapters switched,
+        scaled or merged. Weights that were changed and restored in place count as unchanged. It waits for another
+        thread that runs the model or temporarily changes its weights. Inside ``torch.autocast``, whose products differ
+        from the pass's, it raises `InvalidInputError`.
         """
         refuse_autocast(self.view.device)
         checked = _checked.get()
@@ -204,24 +205,24 @@ class Capture:
         if not same_weights:
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast, or its adapters switched, after this pass was "
-                "frozen, so the two no longer belong together. Freeze again; while a compression "
-                "is applied (`with plan.applied():`), leave that first. To compare two states of one model, such as "
-                "with and without an adapter, load it twice."
+                "frozen, so the two no longer belong together. Freeze again; if a compression is applied "
+                "(`with plan.applied():`), leave that first. To compare two states of one model, such as with and "
+                "without an adapter, load it twice."
             )
         self._check_configuration(now)
         if any(block.halved != block.is_halving for block in self.view.blocks):
             raise FrozenModelError(
-                "the model was put in train mode, or taken out of it, after this pass was frozen, and scales its "
-                "stream and its weights differently there. Put it back, or freeze again."
+                "the model was switched between train and eval mode after this pass was frozen, and scales its stream "
+                "and its weights differently in train mode. Switch it back, or freeze again."
             )
         self.note_fresh()
 
     def note_fresh(self) -> None:
-        """Inside `one_check`, do not compare the pass with its model again: it was taken or compared just now."""
+        """Skip further comparisons of the pass with its model inside `one_check`: it was just taken or compared."""
         note_fresh(self.weights, self.view.model)
 
     def _shares_a_check(self) -> bool:
-        """Whether another pass that had these very weights was compared with the model in this question."""
+        """Whether another pass with the same weights was already compared with the model during this call."""
         model = self.view.model
         return any(of is model and self.weights.equals(weights) for weights, of in (_checked.get() or {}).items())
 
@@ -240,10 +241,9 @@ class Capture:
         )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, a digest of its weights, and any
-        user-installed hooks.
+        """Return what results depend on besides the prompt: model provenance, a digest of the weights, user hooks.
 
-        Of weights that lie on disk no numbers are stored, and there is no digest.
+        For weights on disk no numbers are stored, and there is no digest.
         """
         facts = dict(self.view.provenance())
         if self.weights.digest:
@@ -253,23 +253,22 @@ class Capture:
         return facts
 
     def hooks_in(self, block: str = "") -> list[str]:
-        """Where user-installed hooks were: in one block, by all names of their hook points; without one all of them."""
+        """Return where user-installed hooks were, in one block or everywhere, with all names of their hook points."""
         inside = [name for name in self.other_hooks if not block or name.startswith(f"{block}.")]
         return with_other_names(self.model, inside)
 
     # ------------------------------------------------------------------ activations
 
     def activation(self, name: str) -> Tensor:
-        """The activation at one hook point, on the prompt's device, with batch and position apart."""
+        """Return the activation at one hook point, on the prompt's device, with separate batch and position axes."""
         if name not in self.activations and name in self.held_scores:
             held = self.scores_behind(name)
             return held.attention(held.sums.dtype).pattern
         if name not in self.activations:
             stored = (*self.activations, *self.held_scores)
             raise InvalidInputError(
-                f"activation: this pass stores none at {name!r}.{nearest(name, stored)} It stores what its maps "
-                f"are made of, such as {', '.join(map(repr, stored[:3]))}; model.run_with_cache(text) gives every hook "
-                "point."
+                f"activation: this pass stores none at {name!r}.{nearest(name, stored)} It stores what its maps need, "
+                f"such as {', '.join(map(repr, stored[:3]))}; model.run_with_cache(text) returns every hook point."
             )
         tensor = self.activations[name].to(self.tokens.device)
         if tensor.ndim > 2:
@@ -278,11 +277,11 @@ class Capture:
         return tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
 
     def scores_behind(self, name: str) -> HeldScores:
-        """What a pattern is recomputed from, where it is."""
+        """Return the tensors from which a pattern is recomputed."""
         return self.held_scores[name].on(self.tokens.device)
 
     def on(self, device: torch.device) -> "Capture":
-        """The same pass, with activations on another device and the weights of the blocks there where they are."""
+        """Return the same pass with activations on another device; blocks that run there need not move weights."""
         if device == self.tokens.device:
             return self
         prompt = replace(self.prompt, tokens=self.tokens.to(device), mask=self.mask.to(device))
@@ -290,7 +289,7 @@ class Capture:
         return replace(self, view=self.view.unmoved(device), prompt=prompt, additions=additions)
 
     def in_float32(self, layer: int) -> "Capture":
-        """The same pass, with what one block reads and computes in half precision as float32."""
+        """Return the same pass with one block's half-precision inputs and activations in float32."""
         inside = f"{self.view.blocks[layer].name}."
         streams = self.stream_names(layer)
         activations = {
@@ -302,14 +301,14 @@ class Capture:
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
         if not self.view.is_encoder_decoder:
             return None
         encoder = self.prompt.encoder_length
         return encoder, self.tokens.shape[1] - encoder
 
     def side(self, layer: int) -> tuple[int, int]:
-        """The positions that a block acts on: the first, and the one after the last."""
+        """Return the positions that a block acts on: the first, and the one after the last."""
         if self.sides is None:
             return 0, self.tokens.shape[1]
         encoder, decoder = self.sides
@@ -318,14 +317,14 @@ class Capture:
         return encoder, encoder + decoder
 
     def span(self, name: str) -> slice:
-        """The positions that an activation is of: all of them, or one side of an encoder–decoder."""
+        """Return the positions of an activation: all of them, or one side of an encoder–decoder."""
         encoder = self.prompt.encoder_length
         if encoder and name.startswith("encoder"):
             return slice(0, encoder)
         return slice(encoder, self.tokens.shape[1])
 
     def output_name(self, layer: int) -> str:
-        """The hook point that holds a block's output."""
+        """Return the hook point of a block's output."""
         blocks = self.points.blocks
         call_end = blocks[layer].call_end
         if call_end is not None:
@@ -337,7 +336,7 @@ class Capture:
         return blocks[layer + 1].resid_pre
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
+        """Return the residual stream entering a block; ``layer == n_layers`` is the last block's output.
 
         Raises:
             InvalidInputError: no such layer.
@@ -347,13 +346,13 @@ class Capture:
         return streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)
 
     def resid_post(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What a block gives: what the next one reads, but at the end of a stack that runs in a loop."""
+        """Return a block's output: the next one's input, except at the end of a stack that runs in a loop."""
         if self.view.loop is None:
             return self.resid_pre(layer + 1)
         return self.activation(self.output_name(layer))
 
     def stream_names(self, layer: int) -> list[str]:
-        """The hook points that together hold what `resid_pre` gives."""
+        """Return the hook points that together hold `resid_pre`."""
         blocks = self.points.blocks
         first = self.view.encoder_layers
         if self.view.loop is not None and layer < self.n_layers:
@@ -369,7 +368,7 @@ class Capture:
         return [self.points.encoder_output, decoder]
 
     def resid_read(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that a block's norms, attention and MLP read: `resid_pre`, whitened where it is."""
+        """Return the residual stream that a block's norms, attention and MLP read: `resid_pre`, after any whitening."""
         x = self.resid_pre(layer)
         if layer == self.n_layers:
             return x
@@ -378,17 +377,17 @@ class Capture:
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
+        """The model's own output, which the operator reproduces: after the final norm, or the last block's output."""
         return self.beside_encoder(self.activation(self.points.output))
 
     def beside_encoder(self, decoder: Tensor) -> Tensor:
-        """The output of an encoder–decoder's encoder, followed by a result of its decoder; of one stack, its result."""
+        """Return a result of the decoder preceded by the encoder's output; with a single stack, just the result."""
         if self.points.encoder_output is None:
             return decoder
         return torch.cat([self.activation(self.points.encoder_output), decoder], dim=1)
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
-        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head."""
+        """Return the stream that the model unembeds: after the final norm, or a masked model's prediction head."""
         if self.points.unembed_in is None:
             raise UnsupportedModelError(f"{self.view.description} predicts no tokens.")
         states = self.beside_encoder(self.activation(self.points.unembed_in))
@@ -397,11 +396,11 @@ class Capture:
         return states.expand(-1, self.tokens.shape[1], -1)
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
+        """Return one layer's attention pattern; in an encoder–decoder, between the positions of the layer's own side.
 
         Raises:
             InvalidInputError: no such layer.
-            UnsupportedModelError: a layer without attention.
+            UnsupportedModelError: the layer has no attention.
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         name = self.points.blocks[layer].pattern
@@ -411,7 +410,7 @@ class Capture:
         return self.activation(name)
 
     def pattern_rows(self, layer: int, length: int) -> Float[Tensor, "batch head query key"]:
-        """The pattern's rows of the first queries, and no more of it where it is recomputed."""
+        """Return the pattern's rows for the first queries; if it is recomputed, only those."""
         name = self.points.blocks[layer].pattern
         if name is None or name in self.activations or name not in self.held_scores:
             return self.pattern(layer)[:, :, :length]
@@ -422,10 +421,10 @@ class Capture:
         return torch.nn.functional.pad(rows, (0, pos - rows.shape[-1]))
 
     def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
-        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
+        """Return the pattern with which a decoder block of an encoder–decoder attends to the encoder's positions.
 
         Args:
-            layer: counted with the encoder's blocks, which come first.
+            layer: the number of the block, counting the encoder's blocks first.
 
         Raises:
             InvalidInputError: no such layer, or one without cross-attention.
@@ -439,20 +438,20 @@ class Capture:
 
     @cached_property
     def causal(self) -> bool:
-        """Whether no layer attends forwards."""
+        """Whether no layer attends to later positions."""
         return self.sides is None and not any(
             self._looks_ahead(points.pattern) for points in self.points.blocks if points.pattern is not None
         )
 
     def is_causal_at(self, layer: int) -> bool:
-        """Whether a block's self-attention attends to no later token: a decoder's does not."""
+        """Return whether a block's self-attention is causal, as in a decoder."""
         if self.sides is None:
             return self.causal
         return layer >= self.view.encoder_layers
 
     @property
     def real_tokens_look_ahead(self) -> bool:
-        """Whether a real token attends to a later one; padding on the left may, whose own keys are all masked."""
+        """Whether a real token attends to a later one; left padding may, as all its keys are masked."""
         if self.causal:
             return False
         patterns = (
@@ -461,15 +460,15 @@ class Capture:
         return any(bool((pattern.triu(1) * self.mask[:, None, :, None]).any()) for pattern in patterns)
 
     def _looks_ahead(self, pattern: str) -> bool:
-        """Whether a pattern has weight on later tokens; of a recomputed one, the reach of its keys tells."""
+        """Whether a pattern has weight on later tokens; for a recomputed one, given by the reach of its keys."""
         if pattern not in self.activations and pattern in self.held_scores:
             return self.held_scores[pattern].ahead != 0
         return has_weight_ahead(self.activation(pattern))
 
-    # ------------------------------------------------------------------ parts of it
+    # ------------------------------------------------------------------ parts of the pass
 
     def cut(self, length: int) -> "Capture":
-        """The first tokens of a causal pass."""
+        """Return the first tokens of a causal pass."""
         patterns = {block.pattern for block in self.points.blocks}
         activations: dict[str, Tensor] = {}
         for name in self.points.captured:
@@ -490,7 +489,7 @@ class Capture:
         return replace(self, prompt=prompt, activations=activations, held_scores=held_scores, additions=additions)
 
     def block_at_start(self, layer: int, length: int = 8) -> "Capture":
-        """One block, cut to its first tokens where these do not look ahead; else the whole capture."""
+        """Return one block, restricted to its first tokens if these do not look ahead; else the whole capture."""
         mask = self.mask[:, :length]
         pattern = self.points.blocks[layer].pattern
         if self.sides is not None or not bool(mask.any(1).all()):
@@ -507,7 +506,7 @@ class Capture:
         return replace(self, prompt=prompt, activations=activations, held_scores={}, additions=additions)
 
     def block_at(self, layer: int, positions: Int[Tensor, "batch query"]) -> "Capture":
-        """One block at some positions, without its pattern."""
+        """Return one block at some positions, without its pattern."""
         points = self.points.blocks[layer]
         index = torch.arange(len(positions), device=positions.device)[:, None], positions
         names = {*points.captured, self.output_name(layer)} - {points.pattern}
@@ -521,7 +520,7 @@ class Capture:
 
 
 def has_weight_ahead(pattern: Float[Tensor, "batch head query key"], rows: int = 128) -> bool:
-    """Whether any query has weight on a later key; some rows at a time, without a copy of the others."""
+    """Return whether any query has weight on a later key, checking a few rows at a time to avoid a copy."""
     for start in range(0, pattern.shape[-2], rows):
         stop = start + rows
         within = pattern[..., start:stop, start:stop]
@@ -531,5 +530,5 @@ def has_weight_ahead(pattern: Float[Tensor, "batch head query key"], rows: int =
 
 
 def _first(length: int) -> tuple[slice, slice]:
-    """The first positions of every prompt."""
+    """Return an index of the first positions of every prompt."""
     return slice(None), slice(length)

@@ -1,7 +1,7 @@
-"""Freezing: one forward pass, checked before it runs and proved afterwards.
+"""Freezing: one forward pass, checked before it runs and verified afterwards.
 
-Arguments are checked first, then the model's structure, then the pass is run (or taken from a cache), then its
-numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
+First the arguments are checked, then the model's structure; then the pass runs (or is taken from a cache), and its
+numbers are checked; finally its block maps are verified (`tensorlens_tl.passes.proof`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,27 +69,25 @@ from tensorlens_tl.passes.proof import (
 from tensorlens_tl.passes.texts import readable_tokens
 
 ROUNDING = 4
-"""Units of rounding by which a sum and its first summand, subtracted, may miss the second."""
+"""Units of rounding by which a sum minus its first summand may differ from the second."""
 
 
 # ------------------------------------------------------------------
-# What hooks add to the residual stream during a pass, or put in the place of it: measured, and held where constant.
+# Additions to the residual stream by hooks, and patches: measured, and held if constant.
 #
-# What a hook adds is a constant of the pass if it does not depend on what the hook reads. It is tried: the model runs
-# once more, and the hooks are given zeros, so that a constant comes out as it is, without the rounding of a sum. A
-# patch puts values in the place of some entries, which do not depend on what was there either. That is tried by a third
-# run, in which the hooks are given a stream of other signs and sizes: every entry must be what it was given, plus a
-# constant, in all runs, or the same value in all of them. What changed there in the pass, the value less what it
-# replaced, is then held as a constant; that it depends on what it replaced is for `tensorlens_tl.passes.two_runs` to
-# know, and for a pass by itself a reason to refuse.
+# A hook's addition is a constant of the pass if it does not depend on the hook's input. To test this, the model runs
+# once more with zeros as the hooks' input, so that a constant comes out exactly, without the rounding of a sum. A patch
+# replaces some entries by values that do not depend on what was there. This is tested by a third run, in which the
+# hooks get a stream of other signs and sizes: every entry must be its input plus a constant in all runs, or the same
+# value in all of them. The change in the pass, the new value minus the replaced one, is then held as a constant. That
+# it depends on the replaced value is handled in `tensorlens_tl.passes.two_runs`; a single pass raises an error.
 
 
 def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capture:
-    """A capture with what hooks added during its run.
+    """Return a capture with the vectors that hooks added during its run.
 
     Args:
-        capture: the pass.
-        seen: what went through the hook points of the stream that hooks are on.
+        seen: the input and output of the stream's hook points that have hooks.
     """
     changed = {point: passed for point, passed in seen.items() if not torch.equal(passed.before, passed.after)}
     if not changed:
@@ -122,17 +120,17 @@ def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capt
 
 
 def _other_stream(x: Tensor) -> Tensor:
-    """Vectors of other signs and sizes in every channel: what chooses entries by these chooses others."""
+    """Return vectors with other signs and sizes in every channel, so that hooks that select entries select others."""
     return -3 * x.flip(-1)
 
 
 def _is_sum(passed: Passed, vectors: Tensor) -> bool:
-    """Whether hooks made of a tensor what it is with these vectors added, but for rounding."""
+    """Return whether hooks added exactly these vectors, up to rounding."""
     return passed.before.shape == passed.after.shape == vectors.shape and bool(_summed(passed, vectors).all())
 
 
 def _is_patch(runs: Sequence[Passed], vectors: Tensor) -> bool:
-    """Whether every entry is what went in with a vector added in all runs, or this vector itself in all of them."""
+    """Return whether every entry is its input plus a vector in all runs, or this vector itself in all of them."""
     if any(not passed.before.shape == passed.after.shape == vectors.shape for passed in runs):
         return False
     summed = torch.ones_like(vectors, dtype=torch.bool)
@@ -144,21 +142,21 @@ def _is_patch(runs: Sequence[Passed], vectors: Tensor) -> bool:
 
 
 def _summed(passed: Passed, vectors: Tensor) -> Bool[Tensor, "..."]:
-    """Where a tensor is what it was with these vectors added, but for rounding."""
+    """Return where hooks added exactly these vectors, up to rounding."""
     before, after, added = (upcast(tensor) for tensor in (passed.before, passed.after, vectors))
     rounding = ROUNDING * torch.finfo(passed.after.dtype).eps * (before.abs() + after.abs() + added.abs())
     return (after - before - added).abs() <= rounding
 
 
 # ------------------------------------------------------------------
-# Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see.
+# Checks of a capture before its verification: each raises or warns about a problem that verification cannot detect.
 
 
 def check_growth(capture: Capture, tolerance: float) -> None:
-    """Refuse whitening whose growth over a prompt hides from a proof all but the recursion.
+    """Refuse whitening whose growth over a prompt hides everything but the recursion from a proof.
 
     Raises:
-        NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
+        NumericalError: the outputs of a block at later tokens are lost in the rounding of what they carry on.
     """
     for layer, block in enumerate(capture.view.blocks):
         if block.whitening is None:
@@ -178,14 +176,14 @@ def check_growth(capture: Capture, tolerance: float) -> None:
         )
         if not growth <= most:
             raise NumericalError(
-                f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
-                "prompt, or train L⁻¹M towards a radius below 1."
+                f"{what}; the blocks' outputs are lost in their rounding, and no proof could detect an error. Freeze a "
+                "shorter prompt, or train L⁻¹M towards a radius below 1."
             )
-        warn_caller(f"{what}; longer prompts will be refused.")
+        warn_caller(f"{what}; longer prompts will raise an error.")
 
 
 def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
-    """Say where a token's choice of experts is arbitrary: one that is chosen and one that is not count the same."""
+    """Warn if a token's choice of experts is arbitrary, because a chosen and an unchosen expert have equal logits."""
     for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
         if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
             continue
@@ -195,15 +193,15 @@ def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
         if numbers.shape != (len(index), count):
             continue
         chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
-        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a choice that is no expert
+        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some choices are not an expert
         least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
         tied = ((numbers == least) & ~chosen).any(1).unflatten(0, capture.tokens.shape) & capture.mask
         if bool(tied.any()):
             row, pos = tied.nonzero()[0].tolist()
             warn_caller(
                 f"{block.name}.mlp of this {capture.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
-                f"position {pos}) are sent to an expert whose router logit equals that of an expert that is left out. "
-                "Which of the two is chosen is arbitrary, and may differ on another machine or in another batch.",
+                f"position {pos}) are routed to an expert whose router logit equals that of an unchosen expert. "
+                "The choice between the two is arbitrary, and may differ on another machine or in another batch.",
             )
 
 
@@ -211,7 +209,7 @@ _repeats: OncePerWeights[bool] = OncePerWeights()
 
 
 def check_repeats(capture: Capture, tolerance: float) -> None:
-    """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
+    """Refuse a model whose output on the same prompt changes when it runs again; checked once per model."""
     if capture.other_hooks or _repeats.get(capture.model, capture.weights):
         return
     name = capture.points.last_output
@@ -228,10 +226,10 @@ def check_repeats(capture: Capture, tolerance: float) -> None:
 
 
 def check_shown_patterns(capture: Capture) -> None:
-    """Refuse an encoder–decoder that shows something else where its patterns should be.
+    """Refuse an encoder–decoder whose pattern hook points show something else.
 
-    TransformerLens gives `hook_pattern` the second output of an attention module that it leaves as it is, which of some
-    is the bias of relative positions.
+    For an attention module that it does not replace, TransformerLens shows the module's second output at
+    `hook_pattern`, which in some models is the bias of relative positions.
     """
     if capture.sides is None:
         return
@@ -239,19 +237,19 @@ def check_shown_patterns(capture: Capture) -> None:
         pattern = points.pattern and capture.activations.get(points.pattern)
         if isinstance(pattern, Tensor) and bool((pattern < 0).any()):
             raise UnsupportedModelError(
-                f"{points.pattern} of this {capture.view.description} has numbers below 0, which are no attention "
+                f"{points.pattern} of this {capture.view.description} has negative numbers, which are not attention "
                 "probabilities: TransformerLens shows something else there, such as the bias of relative positions. "
-                "Without its patterns attention cannot be held."
+                "Without its patterns, attention cannot be frozen."
             )
 
 
 def check_dtype(capture: Capture) -> None:
-    """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
+    """Refuse a state-space model with a float32 stream and narrower weights."""
     for layer, block in enumerate(capture.view.blocks):
         stream = capture.resid_pre(layer).dtype
         weights = next(block.module.parameters()).dtype
         if stream == weights or weights not in (torch.float16, torch.bfloat16):
-            continue  # nothing is read of weights that are offloaded
+            continue  # do not load offloaded weights for this
         if block.mixer is not None or block.has_beside:
             raise UnsupportedModelError(
                 f"{block.name} of this {capture.view.description} reads a residual stream in {stream} with weights in "
@@ -265,13 +263,13 @@ def check_width(capture: Capture) -> None:
     tokens = capture.tokens.shape
     if stream != tokens:
         raise UnsupportedModelError(
-            f"{capture.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
-            "prompt or prefix adapter, or a hook?); only models with one position for each token can be frozen."
+            f"{capture.view.description} has {stream[1]} positions for {tokens[1]} tokens (virtual tokens of a prompt "
+            "or prefix adapter, or a hook?); only models with one position for each token can be frozen."
         )
 
 
 def _check_capacity(capture: Capture, layer: int) -> None:
-    """Refuse padding that fills an expert before a real token that was left out."""
+    """Refuse padding that uses up an expert's capacity before a real token that was dropped."""
     weights = capture.view.blocks[layer].mlp
     point = capture.points.blocks[layer].weight
     if point is None or not isinstance(weights, ExpertsWeights) or not weights.routing.has_capacity:
@@ -281,14 +279,14 @@ def _check_capacity(capture: Capture, layer: int) -> None:
     after_padding = (is_sent & ~real).cumsum(1) > 0
     if bool((real & ~is_sent & after_padding).any()):
         raise UnsupportedModelError(
-            f"blocks.{layer} of this {capture.view.description}: an expert takes so many tokens of a prompt and no "
-            "more, and padding before a token that was left out counts as well: padding changes what the model gives. "
-            "Pad on the right, or freeze the prompts one by one."
+            f"blocks.{layer} of this {capture.view.description}: an expert's capacity for tokens of a prompt was used "
+            "up, partly by padding, before a real token that was dropped: padding changes the model's output. Pad on "
+            "the right, or freeze the prompts one by one."
         )
 
 
 def check_padding(capture: Capture) -> None:
-    """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
+    """Refuse padding that the model does not handle: weight on padded tokens, or NaN due to padding."""
     prompt = capture.prompt
     points = capture.points
     if bool(prompt.mask.all()):
@@ -302,7 +300,7 @@ def check_padding(capture: Capture) -> None:
         if block.cross is not None:
             spans[block.cross.pattern] = slice(0, start)
         for name, keys in spans.items():
-            if name in capture.activations:  # a pattern that is recomputed was checked while the model ran
+            if name in capture.activations:  # recomputed patterns were checked during the run
                 check_pattern(name, capture.activation(name), prompt.mask[:, queries], prompt.mask[:, keys])
         _check_capacity(capture, layer)
     first = points.blocks[0].pattern
@@ -313,21 +311,21 @@ def check_padding(capture: Capture) -> None:
         ahead = looks_ahead(capture.activation(first), prompt.mask)  # of real queries
     if not ahead:
         return
-    # GPT-1's Bridge is bidirectional when it is given a mask, and only then
-    # all prompts at their width, so that hooks which know their shape run as well
+    # GPT-1's Bridge is bidirectional if it gets a mask, and only then: run all prompts without one (at their width, so
+    # that hooks that rely on the shape run as well)
     without = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
     alone, _ = run_and_capture(capture.model, without, [first], last=first)
     if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
         raise UnsupportedModelError(
-            f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
-            "this model does not handle padding. Freeze the prompts one by one."
+            f"{first} puts weight on later tokens if the model gets an attention mask, and on none without one: this "
+            "model does not handle padding. Freeze the prompts one by one."
         )
 
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
-weights misses by far more. A float64 model whose norms compute in float32 (`ModelView.norms_in_float32`) is held to
-what float32 allows: it loses some 1e-7 there, and a sublayer whose terms cancel a hundred times that."""
+"""Default tolerance by dtype: the largest relative error of a block's map at any token. Misread weights cause far
+larger errors. A float64 model with norms in float32 (`ModelView.norms_in_float32`) has the tolerance of float32: it
+loses about 1e-7 in its norms, and a hundred times as much in a sublayer whose terms cancel."""
 
 
 @checked_names
@@ -364,49 +362,49 @@ def freeze(
             `[batch, pos]` or `[pos]`, or as lists, which may differ in length; or the messages of a chat,
             ``[{"role": "user", "content": "Hello"}]``, or a list of chats, rendered by the tokenizer's chat template
             up to the beginning of the answer; or what a tokenizer or processor returns, a mapping with
-            `input_ids`. For a model of images or sound, the values that it reads: pixels
+            `input_ids`. For a model of images or sound, its input values: pixels
             `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
-        attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
+        attention_mask: 1 at real tokens, `[batch, pos]`; only with token ids of equal length.
         token_type_ids: segment ids for BERT-like models.
-        decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
+        decoder_input_ids: the input of an encoder–decoder's decoder, as text or token ids; its positions follow
             those of the input in every result. It must begin with the model's decoder start token.
-        decoder_attention_mask: 1 at its real tokens.
+        decoder_attention_mask: 1 at the decoder's real tokens.
         prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one. By default,
-            an encoder's text has all special tokens that its checkpoint's own tokenizer adds.
+            an encoder's text gets all special tokens that its checkpoint's own tokenizer adds.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), if prompts differ in length.
             With padding on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
-            HookedEncoder) computes something different than for each prompt alone; that run is then explained.
-        model_inputs: what a multimodal model takes besides its tokens, under the names that its forward uses:
+            HookedEncoder) computes something different than for each prompt alone; results explain that run.
+        model_inputs: further inputs of a multimodal model, under the names that its forward uses, such as
             ``{"pixel_values": ...}``.
-        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is stored instead of this
-            run's activations, and each of them is compared with this run's.
+        cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy of its activations is
+            stored instead of this run's, and each is compared with this run's.
         store: ``"cpu"`` stores the captured activations in the CPU's memory.
         patterns: ``"recompute"`` stores queries and keys instead of attention patterns, so that memory grows with the
-            prompt's length and not with its square: a layer's pattern is recomputed, a few queries at a time, when it
-            is used. Each pattern is compared with the model's own while the pass runs.
-        verify: True compares every block with the model's own output at every token; products of plain blocks whose
-            result the model shows are compared on random vectors (`tensorlens_tl.passes.proof`), which
+            prompt's length instead of its square: a layer's pattern is recomputed, a few queries at a time, when
+            needed. Each pattern is compared with the model's own while the pass runs.
+        verify: True compares every block with the model's own output at every token; products in plain blocks with
+            hook points for their result are compared on random vectors (`tensorlens_tl.passes.proof`), which
             overlooks an error with a probability of 1e-7. ``"sample"`` compares every block at up to 8 tokens of each
-            prompt, including the last (``proof.positions`` of the pass): this detects a part that is read wrongly,
-            but not an activation that was changed at another token. Blocks with whitening or a mixer in place of
-            attention, and those of encoder–decoders, are still compared at every token. False compares only the
-            first block of each kind, at the same tokens.
+            prompt, including the last (``proof.positions`` of the pass): this detects misread weights, but not an
+            activation that was changed at another token. Blocks with whitening or a mixer in place of attention, and
+            those of encoder–decoders, are still compared at every token. False compares only the first block of each
+            kind, at the same tokens.
         tolerance: the largest relative error allowed in a block's output, and in the output of every head, neuron and
             sublayer; None takes `TOLERANCE` for the model's dtype.
-        strict: whether a sum that differs from the model's number by more than the proof allows (`allowed_gap` of
-            the pass) raises `NumericalError` instead of a `GapWarning`.
-        query: positions whose logits you will explain, as in `FrozenOperator.target`. Before a logit is explained it
+        strict: raise `NumericalError` instead of a `GapWarning` if a sum differs from the model's number by more than
+            the proof allows (`allowed_gap` of the pass).
+        query: positions whose logits you will explain, as in `FrozenOperator.target`. Before a logit is explained, it
             is compared with the model's own at that position. This run provides the logits at each prompt's last
             token, at these positions, and in a masked language model at the first token and at every mask; any other
-            position takes one more run, the first time that it is explained.
+            position takes one more run, the first time it is explained.
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary; shapes that
             differ; a model in train mode whose dropout is active; a cache of another prompt, other weights or other
             hooks.
         FrozenModelError: inside ``with frozen.attached()``, when the run would not be the model's own.
-        UnsupportedModelError: the model has a part that no known map reproduces, a block's proof fails, or its blocks
-            run in a loop.
+        UnsupportedModelError: no known map reproduces some part of the model, a block's proof fails, or its blocks run
+            in an unsupported loop.
         NumericalError: NaN or Inf in an activation.
 
     Warns (`UntrainedWarning`) if the model's checkpoint lacks weights of its embeddings or blocks.
@@ -419,8 +417,8 @@ def freeze(
     """
     options = FreezeOptions(store, patterns, verify, tolerance, bool(strict), query)
     if patterns == "recompute" and cache is not None:
-        raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
-    # activations must be usable with gradients later, also when the caller is in inference mode
+        raise InvalidInputError("cache: patterns='recompute' needs the patterns of a run; leave out one of the two.")
+    # activations must be usable with gradients later, even if the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         view = ModelView(model)
         weights: WeightState | None = None
@@ -428,7 +426,7 @@ def freeze(
             refuse_dropout(view.model)
             refuse_devices(view.model)
             refuse_attached(view.model)
-            if verify:  # without proof nothing would notice a weight that changed unseen since the model was read
+            if verify:  # otherwise nothing would detect weights changed since the model was read
                 view, weights = shared_view(view)
             view.untrained.warn(logits=False)
             prompt = prepare(
@@ -447,7 +445,7 @@ def freeze(
 
 @dataclass(frozen=True)
 class FreezeOptions:
-    """What `freeze` takes besides the model and its input; see there.
+    """The options of `freeze` besides the model and its input; see there.
 
     Raises:
         InvalidInputError: an unknown value of an option.
@@ -475,25 +473,25 @@ class FreezeOptions:
             )
 
     def tolerance_of(self, view: ModelView, dtype: torch.dtype) -> float:
-        """The given tolerance, or the default of the narrowest dtype that a model with this stream computes in."""
+        """Return the given tolerance, or the default for the narrowest dtype that a model with this stream uses."""
         if self.tolerance is not None:
             return self.tolerance
         return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
 
 
 def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequence[FwdHook] = ()) -> FrozenPass:
-    """A pass of the same model and positions with other inputs, or with hooks that change them.
+    """Return a pass of the same model and positions with other inputs, or with hooks that change them.
 
     Args:
-        frozen: the pass whose prompts, padding and tolerance it takes.
+        frozen: the pass whose prompts, padding and tolerance are used.
         inputs: the model's keyword arguments.
-        hooks: stand on the model while it runs, and are no part of it afterwards.
+        hooks: installed while the model runs, and removed afterwards.
 
     Raises:
-        FrozenModelError: the model is no longer that of the pass, be it by hooks that were put on it or taken off
-            since; or a frozen pass is attached.
-        InvalidInputError: the model is in train mode since, and its dropout is active.
-        UnsupportedModelError: the model gives each head a copy of the stream since.
+        FrozenModelError: the model has changed since the pass, possibly by hooks that were added or removed; or a
+            frozen pass is attached.
+        InvalidInputError: the model is now in train mode, and its dropout is active.
+        UnsupportedModelError: the model now gives each head a copy of the stream.
     """
     model = frozen.view.model
     frozen.view.refuse_split_inputs()
@@ -520,19 +518,19 @@ def _freeze(
     entry_hooks: tuple[FwdHook, ...] = (),
     weights: WeightState | None = None,
 ) -> FrozenPass:
-    """Capture, check and prove one pass, in this order; its logits are compared at some positions.
+    """Capture, check and verify one pass, in this order; its logits are compared at some positions.
 
     Args:
-        view, prompt, options, cache: as of `freeze`.
-        entry_hooks: ours that change what enters.
-        weights: what the model's weights were as it was read, just now; None where that is not known.
+        view, prompt, options, cache: as in `freeze`.
+        entry_hooks: our own hooks that change the embeddings.
+        weights: the state of the model's weights when it was read, just now; None if unknown.
     """
     allowed = partial(options.tolerance_of, view)
     points = points_of(view)
     compared = compared_positions(view, prompt, options.query)
     stream_hooks = hooked_stream_points(view, points)
     hooked = bool(entry_hooks or stream_hooks)
-    if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
+    if hooked and prompt.class_at is None:  # later runs of the model do not have these hooks
         compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     run = _Run(view, prompt, points, options, compared, stream_hooks)
     logits: Any = None
@@ -575,7 +573,7 @@ def _freeze(
     frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
     if points.unembed_in is not None:
         frozen.logits_check.postpone(run.compared.of(logits), compared)
-        if hooked or options.query is not None:  # so many logits are not stored
+        if hooked or options.query is not None:  # too many logits to store
             frozen.logits_check.catch_up(capture, frozen.unembedded())
     if cache is None:
         check_repeats(capture, tolerance)
@@ -583,16 +581,16 @@ def _freeze(
 
 
 class _Run:
-    """The model's run on a prompt, and what is read while it runs.
+    """The model's run on a prompt, and what is recorded meanwhile.
 
     Attributes:
         activations: by hook-point name.
-        sampled: the positions that blocks are proved at; None for every one.
-        writes: what the proof compares.
-        reader: reads patterns where they are recomputed.
-        compared: the logits that are compared with those of the weights.
-        hooked: the points of the residual stream that user-installed hooks are on.
-        passed: what went through them.
+        sampled: the positions at which blocks are verified; None for all.
+        writes: activations for verification only.
+        reader: reads patterns that will be recomputed.
+        compared: the positions whose logits are compared with those from the weights.
+        hooked: the points of the residual stream that have user-installed hooks.
+        passed: the inputs and outputs of those points.
     """
 
     def __init__(
@@ -628,11 +626,11 @@ class _Run:
 
     @property
     def held_scores(self) -> Mapping[str, HeldScores]:
-        """What each pattern is recomputed from."""
+        """The tensors from which each pattern is recomputed."""
         return {} if self.reader is None else self.reader.scores
 
     def observe(self) -> Any:
-        """Run the model once, read what the pass keeps and what the proof compares, and return its logits.
+        """Run the model once, record the activations to store and to verify, and return its logits.
 
         Raises:
             UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
@@ -649,7 +647,7 @@ class _Run:
             raise refusal from error
 
     def _store(self, name: str, activation: Tensor) -> None:
-        """Hold an activation, or what a pattern is recomputed from."""
+        """Store an activation, or the tensors from which a pattern is recomputed."""
         if self.reader is None:
             keep_in(self.activations, self.store, name, activation)
         else:
@@ -674,7 +672,7 @@ class _Run:
             )
 
     def _refusal(self, error: Exception) -> TensorLensError | None:
-        """Why the model cannot run, where that is known."""
+        """Return a known explanation of why the model cannot run, or None."""
         description = self.view.description
         if self.view.any_offloaded:
             return UnsupportedModelError(
@@ -702,7 +700,7 @@ class _Run:
         return None
 
     def compare_with(self, capture: Capture, tolerance: float) -> Any:
-        """Refuse a cache with an activation that the model itself does not have on this prompt; returns its logits."""
+        """Refuse a cache with an activation that differs from the model's own on this prompt; return its logits."""
         errors: dict[str, float] = {}
         calls = {**self.points.calls, **self.points.routers}
 
@@ -712,10 +710,10 @@ class _Run:
                 return
             cached = capture.activation(name)
             expected = activation.to(cached).reshape(cached.shape)
-            if cached.ndim == 4:  # a pattern: each of its queries is compared
+            if cached.ndim == 4:  # a pattern: compare each of its queries
                 cached = cached.transpose(1, 2)
                 expected = expected.transpose(1, 2)
-            if not cached.is_floating_point():  # which experts tokens are sent to
+            if not cached.is_floating_point():  # indices of experts
                 cached = cached.double()
                 expected = expected.double()
             errors[name] = relative_error(cached, expected, capture.mask[:, capture.span(name)])
@@ -732,7 +730,7 @@ class _Run:
 
 
 def _lengths(view: ModelView, prompt: Prompt, points: ModelPoints) -> dict[str, int]:
-    """How many positions the input of the first block has; of an encoder–decoder, of the first block on either side."""
+    """Return the number of positions of the first block's input; for an encoder–decoder, on either side."""
     encoder = prompt.encoder_length
     length = prompt.tokens.shape[1]
     if not encoder:

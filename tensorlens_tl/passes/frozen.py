@@ -1,6 +1,6 @@
-"""A frozen pass: everything one forward pass leaves behind that makes the model an affine map.
+"""A frozen pass: the data of one forward pass that turn the model into an affine map.
 
-From it come the `FrozenOperator` (the algebra, which reads weights) and `fwd_hooks` (the live model, held fixed): two
+It provides the `FrozenOperator` (the algebra, which reads weights) and `fwd_hooks` (the live model, held fixed): two
 independent ways to the same numbers.
 """
 
@@ -52,7 +52,7 @@ from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
 class FrozenPass(Linearisation):
     """One frozen forward pass, as `freeze` returns it: activations, the maps of its blocks, and their proof.
 
-    It is immutable: its methods change nothing but caches.
+    It is immutable apart from caches.
 
     Attributes:
         maps: the parts of every block as maps; ``maps.capture`` has the activations.
@@ -82,16 +82,16 @@ class FrozenPass(Linearisation):
             parts.append(f"other_hooks={len(self.other_hooks)}")
         return f"FrozenPass({', '.join(parts)})"
 
-    # ------------------------------------------------------------------ what was captured
+    # ------------------------------------------------------------------ captured data
 
     @property
     def capture(self) -> Capture:
-        """Activations by hook point, and the streams that they make up."""
+        """The activations by hook point, and the streams composed from them."""
         return self.maps.capture
 
     @property
     def view(self) -> ModelView:
-        """The reading of the model's weights."""
+        """The reader of the model's weights."""
         return self.capture.view
 
     @property
@@ -116,7 +116,7 @@ class FrozenPass(Linearisation):
 
     @property
     def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids; of images and sound, position numbers."""
+        """Token ids; for images and sound, position numbers."""
         return self.capture.tokens
 
     @property
@@ -136,29 +136,29 @@ class FrozenPass(Linearisation):
 
     @property
     def other_hooks(self) -> list[str]:
-        """The hook points and modules where user-installed hooks were during the pass."""
+        """The hook points and modules that had user-installed hooks during the pass."""
         return list(self.capture.other_hooks)
 
     @property
     def causal(self) -> bool:
-        """Whether no layer attends forwards."""
+        """Whether no layer attends to later positions."""
         return self.capture.causal
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
         return self.capture.sides
 
     @property
     def soft_cap(self) -> float | None:
-        """The cap c of a final c·tanh(x/c), which sums stop before; None without."""
+        """The cap c of a final c·tanh(x/c); sums explain the logit before it. None without a cap."""
         return self.view.soft_cap
 
     def activation(self, name: str) -> Tensor:
-        """The activation at one hook point, with batch and position apart.
+        """Return the activation at one hook point, with separate batch and position axes.
 
         Raises:
-            InvalidInputError: the pass stores no activation of that name; says which is near.
+            InvalidInputError: the pass stores no activation of that name; suggests a similar name.
 
         >>> frozen.activation("blocks.0.hook_resid_pre").shape
         torch.Size([1, 7, 128])
@@ -166,7 +166,7 @@ class FrozenPass(Linearisation):
         return self.capture.activation(name)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering a block; ``layer == n_layers`` is the last block's output.
+        """Return the residual stream entering a block; ``layer == n_layers`` is the last block's output.
 
         Raises:
             InvalidInputError: no such layer.
@@ -178,11 +178,11 @@ class FrozenPass(Linearisation):
 
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """The model's own output that the operator reproduces: after the final norm, or the last block's output."""
+        """The model's own output, which the operator reproduces: after the final norm, or the last block's output."""
         return self.capture.output
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
-        """The stream that the model itself unembeds: after the final norm, or a masked model's prediction head.
+        """Return the stream that the model unembeds: after the final norm, or a masked model's prediction head.
 
         Raises:
             UnsupportedModelError: the model predicts no tokens.
@@ -194,14 +194,14 @@ class FrozenPass(Linearisation):
         return self.capture.unembedded()
 
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
-        """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
+        """Return one layer's attention pattern; in an encoder–decoder, between the positions of the layer's own side.
 
-        Where heads belong to experts (JetMoe), those of a token's first choice come first; `BlockMaps.pattern` has them
-        by expert.
+        If heads belong to experts (JetMoe), those of a token's first choice come first; `BlockMaps.pattern` has them by
+        expert.
 
         Raises:
             InvalidInputError: no such layer.
-            UnsupportedModelError: a layer without attention.
+            UnsupportedModelError: the layer has no attention.
 
         >>> frozen.pattern(0).shape  # batch head query key
         torch.Size([1, 4, 7, 7])
@@ -209,10 +209,10 @@ class FrozenPass(Linearisation):
         return self.capture.pattern(layer)
 
     def cross_pattern(self, layer: int) -> Float[Tensor, "batch head decoder encoder"]:
-        """The probabilities by which a decoder block of an encoder–decoder attends to the encoder's positions.
+        """Return the pattern with which a decoder block of an encoder–decoder attends to the encoder's positions.
 
         Args:
-            layer: counted with the encoder's blocks, which come first.
+            layer: the number of the block, counting the encoder's blocks first.
 
         Raises:
             InvalidInputError: no such layer, or one without cross-attention.
@@ -220,12 +220,11 @@ class FrozenPass(Linearisation):
         return self.capture.cross_pattern(layer)
 
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass."""
+        """Raise `FrozenModelError` if the model's weights or configuration have changed since this pass."""
         self.capture.check_fresh()
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, any user-installed hooks, and the
-        positions of a sampled proof.
+        """Return what results depend on besides the prompt: model provenance, user hooks, the scope of a sampled proof.
 
         >>> frozen.provenance()["dtype"]
         'float32'
@@ -234,23 +233,25 @@ class FrozenPass(Linearisation):
             return self.capture.provenance()
         return self.capture.provenance() | {"proof": self.proof.scope}
 
-    # ------------------------------------------------------------------ what was proved
+    # ------------------------------------------------------------------ the proof
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """How each block is put together."""
+        """The layout of each block: how it is composed."""
         return self.proof.layouts
 
     @property
     def tolerance(self) -> float:
-        """The largest error that a proof may show."""
+        """The largest error that a proof allows."""
         return self.maps.tolerance
 
     @property
     def errors(self) -> dict[str, float]:
-        """The errors of the proof, and ``"unembed"``: of the tokens whose logits were compared (the last ones, and
-        those that results were computed for since). It is measured when it is first read, by the weights of the pass:
-        a model that was changed before that has no such entry."""
+        """The errors of the proof, and ``"unembed"`` for the logits compared so far.
+
+        Logits are compared at the last tokens, and where results needed them since. Their error is measured at first
+        access, from the weights of the pass, and is missing if the model has changed before.
+        """
         errors = dict(self.proof.errors)
         if self.logits_check.postponed is not None and self.capture.weights.holds(self.view.model):
             self.logits_check.catch_up(self.capture, self.unembedded())
@@ -260,27 +261,26 @@ class FrozenPass(Linearisation):
 
     @property
     def allowed_gap(self) -> float:
-        """The largest gap that a sum may show: the tolerance of a block, or what all blocks together miss by."""
+        """The largest gap allowed for a sum: the tolerance of a block, or the total error of all blocks if larger."""
         outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
         return max(self.tolerance, sum(outputs))
 
     def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """A sum computed from this pass, unchanged, after a look at its gap.
+        """Return a sum computed from this pass, unchanged, after checking its gap.
 
-        Warns (`GapWarning`) where that, less the `noise`, is above `allowed_gap`.
+        Warns (`GapWarning`) if the gap minus the `noise` is above `allowed_gap`.
 
         Raises:
-            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``; or a gap that is
-                NaN.
+            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``; or the gap is NaN.
         """
         gap = float((torch.as_tensor(result.gap) - noise).max())
         refuse_nan(f"the gap of these {type(result).__name__}", gap)
         if gap <= self.allowed_gap:
             return result
         message = (
-            f"{type(result).__name__}: its parts miss the model's own number by {gap:.1e} of their size, and the "
-            f"proof of this pass allows {self.allowed_gap:.1e}. They are not what the model does: load the model "
-            "in a wider dtype, or look for what was changed on it (frozen.other_hooks)."
+            f"{type(result).__name__}: its parts miss the model's own number by {gap:.1e} of their size, but the "
+            f"proof of this pass allows {self.allowed_gap:.1e}. They do not explain the model's output: load the model "
+            "in a wider dtype, or check it for changes (frozen.other_hooks)."
         )
         if self.strict:
             raise NumericalError(message)
@@ -291,7 +291,7 @@ class FrozenPass(Linearisation):
 
     @property
     def row_bytes(self) -> int:
-        """What one vector allocates at most on its way through the blocks."""
+        """The maximal bytes that one vector allocates on its way through the blocks."""
         return self.maps.row_bytes
 
     @formerly(ONCE_ACTIVATION)
@@ -308,10 +308,10 @@ class FrozenPass(Linearisation):
 
         Args:
             layers: a contiguous range; one that ends at the last layer includes the final norm.
-            heads: for each layer, the heads of self-attention to keep; other layers keep all. Leaving out a head also
+            heads: for some layers, the heads of self-attention to keep; other layers keep all. Leaving out a head also
                 leaves out its share of b_V, but not b_O.
             mlp: False leaves out every MLP; a collection of layers keeps only theirs.
-            final_norm: False ends at the last block's output; True is an error if the layers end earlier.
+            final_norm: False ends at the last block's output; True raises an error if the layers end earlier.
             rule: how activations are replaced, one of `tlens.FROZEN_RULES` (see `tensorlens_tl.models.activations`).
 
         >>> op = frozen.operator()
@@ -333,17 +333,17 @@ class FrozenPass(Linearisation):
         mlp: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
-        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
+        """Return one block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves out the MLP.
 
-        Values that it takes from an earlier block (shared keys and values) are constants of it; the operator of both
-        blocks carries them.
+        Values taken from an earlier block (shared keys and values) are constants; the operator of both blocks carries
+        them.
 
         >>> torch.allclose(frozen.block(0)(frozen.resid_pre(0)), frozen.resid_pre(1), atol=1e-4)
         True
 
         Raises:
             InvalidInputError: no such layer or rule.
-            FrozenModelError: the model is no longer the one that the pass was taken from.
+            FrozenModelError: the model has changed since the pass.
         """
         check_rule(rule)
         self.check_fresh()
@@ -352,19 +352,19 @@ class FrozenPass(Linearisation):
     def stages(
         self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
-        """Consecutive blocks; where weights are offloaded, a map is composed each time it is used."""
+        """Return consecutive blocks as maps; with offloaded weights, a map is composed at each use."""
         return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
-        """The final norm, its scale frozen, or None; of an encoder–decoder it acts on the decoder's positions."""
+        """Return the final norm with its scale frozen, or None; it acts on an encoder–decoder's decoder positions."""
         return self.maps.final_map()
 
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """What lies between the model's output and its unembedding, frozen; None where nothing does."""
+        """Return the frozen map between the model's output and its unembedding, or None."""
         return self.maps.prediction_head(rule)
 
     def routing(self, layer: int) -> Routes:
-        """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
+        """Return the experts that each token of a layer is routed to, and their weights: `[batch, pos, choice]` each.
 
         Raises:
             InvalidInputError: no such layer.
@@ -373,11 +373,11 @@ class FrozenPass(Linearisation):
         return self.maps.routing(layer)
 
     def cut(self, length: int) -> "FrozenPass":
-        """The first tokens of a causal pass."""
+        """Return the first tokens of a causal pass."""
         return self.with_capture(self.capture.cut(length))
 
     def with_capture(self, capture: Capture) -> "FrozenPass":
-        """The same blocks at other activations, or with other weights, of which nothing was proved."""
+        """Return the same blocks at other activations, or with other weights, without verification."""
         return replace(self, maps=self.maps.with_capture(capture))
 
     # ------------------------------------------------------------------ the live model, held
@@ -390,18 +390,17 @@ class FrozenPass(Linearisation):
         norms: bool = True,
         rule: FrozenRule = "frozen",
     ) -> list[FwdHook]:
-        """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
+        """Return TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
-        They fit inputs of the same length and batch; a pass of one prompt fits any batch. Put your own hooks
-        after them: these replace what an earlier one wrote at a pattern, an activation or a scale. A masked
-        language model's prediction head has no hook between its linear map and its activation: it stays live.
+        They fit inputs of the same length and batch; a pass of one prompt fits any batch. Install your own hooks after
+        them: these overwrite the result of any earlier hook at a pattern, an activation or a scale. A masked language
+        model's prediction head has no hook between its linear map and its activation, so it stays live.
 
         Raises:
-            InvalidInputError: no such rule.
-            InvalidInputError: the model was put in train mode since, and drops activations there.
-            FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
-            UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
-                stream).
+            InvalidInputError: no such rule, or the model is now in train mode with active dropout.
+            FrozenModelError: the weights have changed since the pass, or another frozen pass is attached.
+            UnsupportedModelError: a hook point of this model only observes (tested once per model, with another
+                residual stream).
 
         >>> held = model.run_with_hooks(**frozen.inputs, fwd_hooks=frozen.fwd_hooks())
         >>> torch.allclose(held, model(text), atol=1e-3)
@@ -416,7 +415,7 @@ class FrozenPass(Linearisation):
 
     @contextmanager
     def attached(self, **options: Any) -> Generator[Any, None, None]:
-        """``with frozen.attached(): ...`` runs the frozen model; takes the options of `fwd_hooks`.
+        """Freeze the model inside ``with frozen.attached(): ...``; takes the options of `fwd_hooks`.
 
         Only these hooks are removed at the end, also after an exception. Other threads that run this model wait until
         then.
@@ -427,41 +426,40 @@ class FrozenPass(Linearisation):
         True
 
         Raises:
-            FrozenModelError: the hooks were taken off inside, as ``model.reset_hooks()`` does.
+            FrozenModelError: the hooks were removed inside, for instance by ``model.reset_hooks()``.
         """
         with lock_of(self.model), hooked(self.model, self.fwd_hooks(**options)):
             yield self.model
             if not is_attached(self.model):
                 raise FrozenModelError(
                     "the hooks of this frozen pass were removed inside `with frozen.attached():` (by "
-                    "model.reset_hooks()?), so the model ran unfrozen since."
+                    "model.reset_hooks()?), so the model has run unfrozen since then."
                 )
 
     # ------------------------------------------------------------------ logits
 
     def live(self, question: str) -> LiveModel:
-        """The model, to be run once more.
+        """Return the model, for another run.
 
         Args:
             question: the subject of messages, such as ``"logits"``.
 
         Raises:
-            InvalidInputError: the model was put in train mode since, and drops activations there.
-            FrozenModelError: its weights or its configuration were changed since the pass, or a frozen pass is
-                attached.
+            InvalidInputError: the model is now in train mode with active dropout.
+            FrozenModelError: its weights or configuration have changed since the pass, or a frozen pass is attached.
         """
         return LiveModel(self.capture, self.tolerance, question)
 
     @cached_property
     def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
-        """The model's own logits at each row's last real token; None of a model without logits."""
+        """The model's own logits at each row's last real token; None for a model without logits."""
         logits = self.logits(-1)
         return None if logits is None else logits[:, 0]
 
     def logits(self, query: Query = -1) -> Float[Tensor, "batch query d_vocab"] | None:
-        """The model's own logits at some positions; None of a model without logits.
+        """Return the model's own logits at some positions; None for a model without logits.
 
-        By one more run, but for those that the pass's own run still holds: each row's last, until its error is read.
+        This takes one more run, except for logits that the pass still stores: each row's last, until its error is read.
 
         Args:
             query: see `tensorlens_tl.passes.inputs.query_positions`.
@@ -470,7 +468,7 @@ class FrozenPass(Linearisation):
         torch.Size([1, 2])
 
         Raises:
-            FrozenModelError: the model is no longer that of the pass.
+            FrozenModelError: the model has changed since the pass.
         """
         live = self.live("logits")
         if self.view.unembedding is None or self.points.unembed_in is None:
@@ -481,12 +479,12 @@ class FrozenPass(Linearisation):
             if held is not None:
                 return held.detach()
         states, logits = self._run_for_logits(live, positions)
-        if not live.same_hooks:  # one of them may act after the unembedding
+        if not live.same_hooks:  # a hook may act after the unembedding
             error = logits_error(self.capture, states, logits, positions)
             if not error <= self.tolerance:
                 raise FrozenModelError(
-                    f"logits: hooks were put on the model or taken off since this pass, and its logits are not "
-                    f"W_U·x + b_U now (relative error {error:.1e}). Freeze again."
+                    f"logits: hooks were put on the model or taken off since this pass, and its logits are no longer "
+                    f"W_U·x + b_U (relative error {error:.1e}). Freeze again."
                 )
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             return None
@@ -494,9 +492,9 @@ class FrozenPass(Linearisation):
 
     @property
     def unembedding_error(self) -> float | None:
-        """How far ``cap(W_U·x + b_U)`` is from the model's own logits; None for a model that predicts no tokens.
+        """The difference of ``cap(W_U·x + b_U)`` from the model's own logits; None for a model that predicts no tokens.
 
-        The largest ``max abs(ours − logits) / max abs(logits)`` of all the tokens compared so far, padding left out.
+        This is the largest ``max abs(ours − logits) / max abs(logits)`` of all tokens compared so far, without padding.
         Each prompt's last real token was compared when the pass was frozen. Others are compared, by one more run of the
         model, when a result first needs them.
         """
@@ -515,7 +513,7 @@ class FrozenPass(Linearisation):
         return self.logits_check.error
 
     def _run_for_logits(self, live: LiveModel, positions: Int[Tensor, "batch query"]) -> tuple[Tensor, Any]:
-        """What the model unembeds, the same as in the pass, and the logits it gives at some positions."""
+        """Run the model for the stream that it unembeds, checked against the pass, and its logits at some positions."""
         name = self.points.unembed_in
         assert name is not None  # a model with an unembedding
         states, logits = states_and_logits(self.model, self.inputs, name, self.prompt.in_logits(positions))
@@ -525,20 +523,20 @@ class FrozenPass(Linearisation):
     def logit_vectors(
         self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
-        """The directions of some tokens' logits in what is unembedded, and their constants b_U.
+        """Return the directions of some tokens' logits in the unembedded stream, and their constants b_U.
 
-        Warns (`UntrainedWarning`) where the model's checkpoint lacks the head, or is a classifier's.
+        Warns (`UntrainedWarning`) if the model's checkpoint lacks the head, or is a classifier's.
 
         Raises:
-            UnsupportedModelError: the model predicts no tokens, or its logits at one of the positions are not
-                ``cap(W_U·x + b_U)``, measured.
+            UnsupportedModelError: the model predicts no tokens, or its logits at one of the positions differ from
+                ``cap(W_U·x + b_U)``.
             NumericalError: some of them are NaN.
         """
         if self.view.unembedding is None:
             raise UnsupportedModelError(f"target: {self.view.description} predicts no tokens; use direction=.")
         self.view.untrained.warn(logits=True)
         error = self._unembedding_error(positions)
-        refuse_nan("target: the logits, as the unembedding gives them", error or 0.0)
+        refuse_nan("target: the logits computed from the unembedding", error or 0.0)
         if error is None or not error <= self.tolerance:
             raise UnsupportedModelError(
                 f"target: the logits of {self.view.description} are not cap(W_U·x + b_U) as read from its weights "
@@ -553,7 +551,7 @@ class FrozenPass(Linearisation):
 
 
 def check_pass(frozen: Any) -> None:
-    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
+    """Raise `InvalidInputError` if the argument is not a frozen pass, but a model, for instance."""
     if not isinstance(frozen, FrozenPass):
         raise InvalidInputError(
             f"a frozen pass is needed, got {type(frozen).__name__}: tlens.freeze(model, text) returns one."
@@ -562,6 +560,6 @@ def check_pass(frozen: Any) -> None:
 
 if TYPE_CHECKING:
     PassLike = FrozenPass
-    """A pass, as a user passes it."""
+    """A frozen pass, as an argument."""
 else:
-    PassLike = Any  # `check_pass` refuses anything else with our own error
+    PassLike = Any  # `check_pass` raises our own error for anything else

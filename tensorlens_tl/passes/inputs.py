@@ -1,7 +1,7 @@
-"""From what a user passes to what a model takes: tokens and masks, signals, positions, batches.
+"""Conversion of user input to model input: tokens and masks, signals, positions, batches.
 
-As in `tensorlens_tl.models.protocol`, aliases tell a type checker what may be passed; at run time they are `Any`,
-because our own errors say what is wrong with an argument.
+As in `tensorlens_tl.models.protocol`, aliases are for type checkers only; at run time they are `Any`, because our own
+errors explain invalid arguments.
 """
 
 import inspect
@@ -33,20 +33,19 @@ if TYPE_CHECKING:
     from transformer_lens import ActivationCache
 
     InputLike = str | Tensor | NDArray[Any] | Sequence[object] | Mapping[str, Any]
-    """Text, messages of a chat, token ids, what a tokenizer returns, or the values of images and sound; one prompt or
-    several."""
+    """Text, chat messages, token ids, a tokenizer's output, or values of images and sound; one prompt or several."""
 
     Chat = Sequence[Mapping[str, Any]]
-    """Messages, a ``{"role": ..., "content": ...}`` each."""
+    """Messages, each ``{"role": ..., "content": ...}``."""
 
     IdsLike = Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None
-    """Integers of each token: a mask, or segments."""
+    """One integer per token: a mask, or segments."""
 
     ModelInputs = Mapping[str, object] | None
-    """What a multimodal model's forward takes besides tokens, by name."""
+    """Inputs of a multimodal model's forward besides tokens, by name."""
 
     Side = Literal["left", "right"] | None
-    """Where padding stands; None for the right."""
+    """The side of padding; None for the right."""
 
     Store = Literal["model", "cpu"]
     """Where activations are stored."""
@@ -61,29 +60,29 @@ if TYPE_CHECKING:
     """The largest relative error; None for the default of the dtype."""
 
     Verify = bool | Literal["sample"]
-    """Whether every block is proved: at every position, or at a few."""
+    """Whether every block is verified, at every position or at a few."""
 else:
     InputLike = Chat = IdsLike = ModelInputs = Side = Store = Patterns = CacheLike = Tolerance = Verify = Any
 
 
 SPECIAL = ("CLS", "distillation")
-"""What the positions before the first patch are called, in this order."""
+"""The names of positions before the first patch, in order."""
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
-"""Where configs of multimodal models say which token stands for a piece of an image."""
+"""The config entries of multimodal models for the token that represents a piece of an image."""
 
 
 _EMBEDS = "takes the place of token ids, which embeddings and scores belong to; pass the token ids as input"
 NOT_TOKENS = {
     "inputs_embeds": _EMBEDS,
     "decoder_inputs_embeds": _EMBEDS,
-    "past_key_values": "holds tokens that ran before, and a pass holds every token; pass the whole prompt as input",
+    "past_key_values": "contains earlier tokens, but a pass needs every token; pass the whole prompt as input",
 }
-"""What models take in place of tokens, and why a pass does not."""
+"""Inputs that models accept in place of tokens, and why a pass does not."""
 
 
 # ------------------------------------------------------------------
-# Input that is no text: images, spectrograms and waveforms, and what a multimodal model takes besides its tokens.
+# Input other than text: images, spectrograms and waveforms, and a multimodal model's inputs besides tokens.
 #
 # | model | input |
 # | --- | --- |
@@ -91,20 +90,20 @@ NOT_TOKENS = {
 # | audio spectrogram transformer | `[batch, time, mel]` |
 # | Hubert, Wav2Vec2 | samples, `[batch, sample]` |
 #
-# Values are used as they are: prepare them as the model's image processor or feature extractor does. The model runs up
-# to its first block, which shows how many positions they become.
+# Values are used unchanged: prepare them as the model's image processor or feature extractor does. The model runs up to
+# its first block to determine the number of positions.
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A checked batch of images or sounds, `input` of the model's forward.
+    """A checked batch of images or sounds, the `input` of the model's forward.
 
     Attributes:
-        names: of its positions.
-        special: how many first positions are no part of it.
+        names: the names of positions.
+        special: the number of initial positions that do not belong to the image or sound.
         class_at: the position that a classifier reads; None for other models.
-        image: what the patches tile, `[batch, channel, height, width]`; None where they overlap, or the channels are
-            not 1 or 3.
+        image: the image tiled by the patches, `[batch, channel, height, width]`; None if patches overlap, or there are
+            not 1 or 3 channels.
     """
 
     input: Float[Tensor, "batch ..."]
@@ -115,17 +114,17 @@ class Signal:
 
 
 def read_signal(view: ModelView, input: InputLike, others: Mapping[str, object]) -> Signal:
-    """Check what a model of images or sound reads, and name its positions.
+    """Check the input of a model of images or sound, and name its positions.
 
     Args:
         view: the model.
-        input: see the module; one image or sound without its batch axis, or a list of them, will do. It is cast to the
+        input: see the module; one image or sound without batch axis, or a list of them, is accepted. It is cast to the
             model's own dtype and device.
-        others: options that only token sequences have, to be refused by name.
+        others: options for token sequences only; passing one is an error.
 
     Raises:
-        InvalidInputError: text or integers, another shape than the model's config says, values that are not finite,
-            something that the model itself does not take, or one of `others`.
+        InvalidInputError: text or integers, a shape that contradicts the model's config, values that are not finite,
+            an input that the model itself rejects, or one of `others`.
     """
     wrong = [name for name, value in others.items() if value is not None]
     if wrong:
@@ -164,7 +163,7 @@ def _values(view: ModelView, input: InputLike) -> Tensor:
     try:
         if isinstance(input, list | tuple):
             input = torch.stack([torch.as_tensor(one) for one in input])
-        x = torch.as_tensor(input).detach().clone()  # an inference tensor would not do where gradients are wanted
+        x = torch.as_tensor(input).detach().clone()  # gradients need a tensor from outside inference mode
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"input: cannot read {type(input).__name__} as {expected} of one size ({error})."
@@ -181,12 +180,12 @@ def _values(view: ModelView, input: InputLike) -> Tensor:
         shape = ", ".join(str(size or name) for name, size in zip(axes, sizes, strict=True))
         raise InvalidInputError(f"input: {view.description} reads {view.reads} [{shape}], got {list(x.shape)}.")
     if not bool(torch.isfinite(x).all()):
-        raise InvalidInputError("input: it has values that are not finite (NaN or Inf).")
+        raise InvalidInputError("input: some values are not finite (NaN or Inf).")
     return x
 
 
 def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
-    """The axes of a model's input, and the sizes that its config fixes."""
+    """Return the axes of a model's input, and the sizes fixed by its config."""
     config = view.config
     if view.reads == "images":
         size = getattr(config, "image_size", None)
@@ -202,22 +201,22 @@ def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]
 
 
 def refuse_signal(view: ModelView, input: object) -> None:
-    """Raise `InvalidInputError` where a language model is given pixels or sound."""
+    """Raise `InvalidInputError` if a language model gets pixels or sound."""
     if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
         raise InvalidInputError(
-            f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Images and "
-            "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids; embeddings "
-            "(inputs_embeds) are not read in place of token ids."
+            f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Pass images "
+            "and sound of a multimodal model as model_inputs={'pixel_values': ...}, in addition to the token ids; "
+            "embeddings (inputs_embeds) are not accepted in place of token ids."
         )
 
 
 def extra_inputs(view: ModelView, given: ModelInputs) -> dict[str, Any]:
-    """What a multimodal model takes besides tokens, checked by name and put on its device.
+    """Check a multimodal model's inputs besides tokens by name, and move them to its device.
 
     Raises:
-        InvalidInputError: no mapping, a name that the model's forward does not have, one that `freeze` has an argument
-            for, or numbers that are not finite.
-        UnsupportedModelError: images of a model that adds their features between blocks.
+        InvalidInputError: not a mapping, a name that the model's forward does not have, a name for which `freeze` has
+            its own argument, or numbers that are not finite.
+        UnsupportedModelError: images for a model that adds their features between blocks.
     """
     if given is None:
         return {}
@@ -246,18 +245,18 @@ def extra_inputs(view: ModelView, given: ModelInputs) -> dict[str, Any]:
 
 
 def _refuse_deep_stack(view: ModelView, given: Mapping[str, object]) -> None:
-    """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
+    """Raise `UnsupportedModelError` if features of an image are also added between blocks, which no block's map has."""
     layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
     images = [name for name in given if name.startswith("pixel_values")]
     if layers and images:
         raise UnsupportedModelError(
             f"model_inputs: {view.description} adds features of the image to the residual stream between blocks 0 and "
-            f"{len(layers)} (DeepStack), which are no part of any block. With tokens alone it can be frozen."
+            f"{len(layers)} (DeepStack), which belong to no block. It can be frozen with tokens only."
         )
 
 
 def _moved(value: object, dtype: torch.dtype, device: torch.device) -> object:
-    """A tensor on the device, its floating-point numbers in the dtype; anything else as it is."""
+    """Move a tensor to the device and cast floating-point numbers to the dtype; return anything else unchanged."""
     if not isinstance(value, Tensor):
         return value
     if value.is_floating_point():
@@ -266,13 +265,13 @@ def _moved(value: object, dtype: torch.dtype, device: torch.device) -> object:
 
 
 def image_tokens(view: ModelView) -> set[int]:
-    """The ids of tokens that stand for pieces of images."""
+    """Return the ids of tokens that represent pieces of images."""
     ids = (getattr(view.config, name, None) for name in IMAGE_TOKENS)
     return {token for token in ids if token is not None}
 
 
 def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:
-    """Readable tokens, with those that stand for pieces of images numbered in each prompt."""
+    """Return readable tokens, with those that represent pieces of images numbered in each prompt."""
     ids = image_tokens(view)
     rows = []
     for row, names in zip(tokens.tolist(), texts, strict=True):
@@ -284,14 +283,13 @@ def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[
 
 @dataclass(frozen=True, repr=False)
 class Prompt:
-    """A checked batch of prompts; an encoder–decoder's positions are its encoder's (`encoder_length`), then its
-    decoder's.
+    """A checked batch of prompts; in an encoder–decoder, the `encoder_length` encoder positions precede the decoder's.
 
     `mask` is True at real tokens; `tokens` are position numbers for images and sound; `kwargs` go to the model's
     forward; `str_tokens` are readable, and `word_starts` says which begin a word (None without a tokenizer). A
     classifier reads its classes at `class_at`, counted over real tokens; the first `special` positions of an image or
-    sound are no part of it; `image` is what its patches tile exactly. `extra` names a multimodal model's inputs besides
-    tokens.
+    sound do not belong to it; `image` is the image that the patches tile exactly. `extra` names a multimodal model's
+    inputs besides tokens.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -307,21 +305,20 @@ class Prompt:
 
     @property
     def sides(self) -> list[list[str]] | None:
-        """Whether each position is the encoder's or the decoder's, by name; None of a model with one stack."""
+        """The name of each position's side, ``"encoder"`` or ``"decoder"``; None for a model with one stack."""
         if not self.encoder_length:
             return None
         decoder = self.tokens.shape[1] - self.encoder_length
         return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
 
     def in_logits(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """Return positions as the model's logits count them: an encoder–decoder has its decoder's only, a classifier
-        one.
+        """Return positions as indices into the model's logits: only the decoder's, or a classifier's single one.
 
-        Raises `InvalidInputError` for positions that predict nothing: an encoder's, or a classifier's other tokens.
+        Raises `InvalidInputError` for positions without a prediction: an encoder's, or a classifier's other tokens.
         """
         if self.class_at is not None and bool((positions != self.mask.long().argmax(1, keepdim=True)).any()):
             raise InvalidInputError(
-                f"query: this model predicts its classes at position {self.class_at} alone; use query={self.class_at} "
+                f"query: this model predicts its classes only at position {self.class_at}; use query={self.class_at} "
                 "(or leave it out), or direction= for another position."
             )
         if self.encoder_length and bool((positions < self.encoder_length).any()):
@@ -332,7 +329,7 @@ class Prompt:
         return positions - self.encoder_length
 
     def predicts(self, positions: Int[Tensor, "batch query"]) -> bool:
-        """True if the model predicts something at all of these positions; see `in_logits`."""
+        """Return whether the model predicts something at all of these positions; see `in_logits`."""
         try:
             self.in_logits(positions)
         except InvalidInputError:
@@ -342,11 +339,11 @@ class Prompt:
     def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
         """Return the arguments of `freeze` that run these prompts, or some of them, again.
 
-        Raises `InvalidInputError` for some prompts where the model reads more than tokens, such as images.
+        Raises `InvalidInputError` for some of the prompts if the model reads more than tokens, such as images.
         """
         selects = isinstance(rows, Tensor) or rows != slice(None)
         if self.extra and selects and len(self.tokens) > 1:
-            raise InvalidInputError("model_inputs: these belong to all prompts together; pass one prompt at a time.")
+            raise InvalidInputError("model_inputs: these belong to all prompts jointly; pass one prompt at a time.")
         if self.kwargs["input"].is_floating_point():
             return {"input": self.kwargs["input"][rows]}
         mask = self.mask[rows]
@@ -386,23 +383,22 @@ def prepare(
     Args:
         view: the model.
         input: a string, several strings (a list, an array, a column of a data frame), or token ids: a tensor
-            `[batch, pos]` or `[pos]`, or lists, which may differ in length; or the messages of a chat, or of several
-            chats; or what a tokenizer or processor returns (a mapping with `input_ids`); of a model that reads images
-            or sound, see `tensorlens_tl.passes.inputs`.
+            `[batch, pos]` or `[pos]`, or lists, which may differ in length; or the messages of one or several chats; or
+            the output of a tokenizer or processor (a mapping with `input_ids`); for a model of images or sound, see
+            `tensorlens_tl.passes.inputs`.
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
-        decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
-            they are needed, for any other refused.
+        decoder_input_ids, decoder_attention_mask: the same for an encoder–decoder's decoder; required for such a model,
+            and an error for any other.
         prepend_bos: as in TransformerLens; None is the model's default, and for an encoder all special tokens that its
-            checkpoint's own tokenizer puts around a text. Strings only; one that begins with the BOS token gets no
-            second one, whatever is passed.
-        padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
-            tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
-        model_inputs: what else a multimodal model's forward takes, by name; passed on as it is.
+            checkpoint's own tokenizer adds. Strings only; one that begins with the BOS token never gets a second one.
+        padding_side: ``"left"`` or ``"right"``, for strings that differ in length. None pads right, whatever the
+            tokenizer says: real tokens never see that padding, while some bridges give NaN for left-padded prompts.
+        model_inputs: further inputs of a multimodal model's forward, by name; passed on unchanged.
 
     Raises:
-        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, shapes that differ, or
-            messages that the tokenizer's chat template refuses; see also `read_signal` and `extra_inputs`.
+        InvalidInputError: an input that is empty, longer than the context, or outside the vocabulary; shapes that
+            differ; messages that the tokenizer's chat template rejects; see also `read_signal` and `extra_inputs`.
     """
     arguments = {
         "attention_mask": attention_mask,
@@ -422,7 +418,7 @@ def prepare(
     read = partial(_rows, view, **tokenizing)
     tokens, mask = read(input, attention_mask, "attention_mask", view.d_vocab)
     kwargs: dict[str, Any] = {"input": tokens}
-    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
+    # HookedTransformer derives its own mask from padding tokens if it pads left; an explicit one is exact.
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
         one_zero = view.is_hooked_encoder or view.is_hooked_encoder_decoder
         name = "one_zero_attention_mask" if one_zero else "attention_mask"
@@ -453,7 +449,7 @@ def prepare(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
         )
     kwargs[view.decoder_argument] = decoder
-    # a HookedEncoderDecoder takes no such mask: real tokens do not see padding that follows them
+    # a HookedEncoderDecoder accepts no such mask: real tokens do not see padding that follows them
     if not view.is_hooked_encoder_decoder and (decoder_attention_mask is not None or not bool(real.all())):
         kwargs["decoder_attention_mask"] = real.long()
     both = torch.cat([tokens, decoder], dim=1)
@@ -465,57 +461,56 @@ def prepare(
 
 
 def _refuse_another_start(view: ModelView, decoder: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> None:
-    """Raise `InvalidInputError` for a decoder's text whose tokens begin with another one than the decoder does."""
+    """Raise `InvalidInputError` if the decoder's text does not begin with the decoder's start token."""
     start = getattr(view.config or view.cfg, "decoder_start_token_id", None)
     first = torch.take_along_dim(decoder, real.long().argmax(1, keepdim=True), dim=1)
     if start is None or bool((first == start).all()):
         return
     names = readable_tokens(view, torch.tensor([[start, int(first[first != start][0])]]))[0][0]
     raise InvalidInputError(
-        f"decoder_input_ids: this model's decoder starts with {names[0]!r} (token {start}), and its tokenizer's text "
+        f"decoder_input_ids: this model's decoder starts with {names[0]!r} (token {start}), but the tokenized text "
         f"with {names[1]!r}; pass token ids that begin with {start}."
     )
 
 
 def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"], padding: int) -> None:
-    """Raise `InvalidInputError` for a prompt whose last real token is the one that a classifier takes for padding."""
+    """Raise `InvalidInputError` if a prompt's last real token is the one that a classifier takes for padding."""
     last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1, keepdim=True)
     rows = (torch.take_along_dim(tokens, last, dim=1)[:, 0] == padding).nonzero()
     if len(rows):
         raise InvalidInputError(
             "input: ",
             PromptNumber(int(rows[0])),
-            f" ends in token {padding}, which is padding to this classifier: it reads its classes before it. Leave it "
-            "out, or pass token ids with attention_mask=, 0 there.",
+            f" ends in token {padding}, which this classifier takes for padding: it reads its classes before it. Leave "
+            "it out, or pass token ids with attention_mask= set to 0 there.",
         )
 
 
 def token_inputs(inputs: Mapping[str, Any]) -> list[str]:
-    """Which of a forward's arguments are token ids: those of its one stack, or of its encoder and its decoder."""
+    """Return the names of a forward's token-id arguments: those of its one stack, or of encoder and decoder."""
     return [name for name in ("input", "decoder_input_ids", "decoder_input") if name in inputs]
 
 
 def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
-    """Raise `InvalidInputError` unless an encoder–decoder, and no other model, has input for its decoder."""
+    """Raise `InvalidInputError` unless there is a decoder input exactly if the model is an encoder–decoder."""
     if view.is_encoder_decoder and decoder_input_ids is None:
         raise InvalidInputError(
-            f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
-            "its start token (decoder_start_token_id of model.original_model.config, or of a HookedEncoderDecoder's "
+            f"decoder_input_ids: {view.description} is an encoder–decoder; pass its decoder's input, beginning with "
+            "the start token (decoder_start_token_id of model.original_model.config, or of a HookedEncoderDecoder's "
             "model.cfg)."
         )
     if decoder_input_ids is not None and not view.is_encoder_decoder:
-        raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
+        raise InvalidInputError(f"decoder_input_ids: {view.description} is not an encoder–decoder; leave it out.")
 
 
 def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's output as arguments of `prepare`; raise `InvalidInputError` without ids, or for one
-    passed twice."""
+    """Return a tokenizer's output as arguments of `prepare`; raise an error without ids, or for one passed twice."""
     if "input_ids" not in encoding:
         if _is_message(encoding):
             raise InvalidInputError("input: one message of a chat; pass a list of messages, [message].")
         raise InvalidInputError(
-            f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it and without 'input_ids'; pass "
-            "what a tokenizer returns, or the values themselves that this model reads."
+            f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it, but without 'input_ids'; pass "
+            "a tokenizer's output, or the values that this model reads."
         )
     arguments: dict[str, Any] = {"input": encoding["input_ids"]}
     others: dict[str, Any] = {}
@@ -528,12 +523,12 @@ def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[
         arguments["model_inputs"] = others
     for name, value in passed.items():
         if value is not None and name in arguments:
-            raise InvalidInputError(f"{name}: the input has one already; pass it once.")
+            raise InvalidInputError(f"{name}: the input already contains it; pass it only once.")
         arguments.setdefault(name, value)
     if _is_ragged(arguments["input"]) and _all_ones(arguments["attention_mask"]):
-        arguments["attention_mask"] = None  # rows that are not padded are real throughout
+        arguments["attention_mask"] = None  # rows without padding need no mask
     if not (view.is_bridge or view.is_hooked_encoder) and not _any_number(arguments["token_type_ids"]):
-        arguments["token_type_ids"] = None  # one segment: what a model without segments reads anyway
+        arguments["token_type_ids"] = None  # a single segment, as in a model without segments
     return arguments
 
 
@@ -546,7 +541,7 @@ def _any_number(segments: IdsLike) -> bool:
 
 
 def plain_input(view: ModelView, input: InputLike) -> InputLike:
-    """Return columns and arrays of texts as a list, chats as token ids (see `chat_ids`), and anything else as it is."""
+    """Return columns and arrays of texts as a list, chats as token ids (see `chat_ids`), anything else unchanged."""
     chats = chats_in(input)
     if chats is not None:
         return [chat_ids(view, chat) for chat in chats]
@@ -555,13 +550,13 @@ def plain_input(view: ModelView, input: InputLike) -> InputLike:
     values: Any = input
     if hasattr(values, "to_numpy"):  # a column of a data frame
         values = values.to_numpy()
-    if hasattr(values, "dtype") and values.dtype.kind not in "biufc":  # an array that holds no numbers
+    if hasattr(values, "dtype") and values.dtype.kind not in "biufc":  # an array without numbers
         return plain_input(view, values.tolist())
     return values
 
 
 def chats_in(input: object) -> list[Chat] | None:
-    """The chats that an input is, one or several; None where it is something else."""
+    """Return the chats in an input, one or several; None if it is something else."""
     if not isinstance(input, Sequence) or isinstance(input, str) or not input:
         return None
     if _is_message(input[0]):
@@ -576,7 +571,7 @@ def _is_message(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def chat_ids(view: ModelView, chat: Chat) -> list[int]:
-    """Return the token ids of a chat's template, up to where the assistant's answer begins.
+    """Return the token ids of a chat rendered by its template, up to the beginning of the assistant's answer.
 
     Raises `InvalidInputError` without tokenizer or template, for a message without role or content, or one that the
     template rejects.
@@ -585,15 +580,15 @@ def chat_ids(view: ModelView, chat: Chat) -> list[int]:
 
 
 def chat_text(view: ModelView, chat: Chat) -> str:
-    """The same as a text, special tokens included; see `chat_ids`."""
+    """Return the same as text, including special tokens; see `chat_ids`."""
     return _rendered(view, chat, tokenize=False)
 
 
 def _rendered(view: ModelView, chat: Chat, **options: Any) -> Any:
     if not getattr(view.tokenizer, "chat_template", None):
         raise InvalidInputError(
-            "input: messages of a chat, and this model's tokenizer has no chat template; set "
-            "model.tokenizer.chat_template, or pass the text that the model reads."
+            "input: messages of a chat, but this model's tokenizer has no chat template; set "
+            "model.tokenizer.chat_template, or pass the text that the model should read."
         )
     for number, message in enumerate(chat):
         if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
@@ -603,15 +598,15 @@ def _rendered(view: ModelView, chat: Chat, **options: Any) -> Any:
             )
     try:
         return view.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, **options)
-    except Exception as error:  # a template is a program of its author's: it may raise anything
+    except Exception as error:  # a template is a program, which may raise anything
         raise InvalidInputError(
-            f"input: the chat template of this model's tokenizer refuses these messages ({error}). Pass roles and "
-            "contents that it knows, or the text that the model reads."
+            f"input: the chat template of this model's tokenizer rejects these messages ({error}). Pass roles and "
+            "contents that it supports, or the text that the model should read."
         ) from error
 
 
 def _of_signal(signal: Signal) -> Prompt:
-    """Images or sound as prompts, all of their positions real."""
+    """Return images or sound as prompts, with all positions real."""
     batch = len(signal.input)
     pos = len(signal.names)
     tokens = torch.arange(pos, device=signal.input.device).expand(batch, pos)
@@ -639,13 +634,13 @@ def _rows(
     padding_side: Side,
     is_encoder: bool | None = None,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
-    """Token ids and mask of one input, on the model's device."""
+    """Return token ids and mask of one input, on the model's device."""
     input = plain_input(view, input)
     if _is_text(input) or _is_ragged(input):
         if attention_mask is not None:
             raise InvalidInputError(
-                f"{name}: it follows from the text or the rows themselves; pass it only together with token ids of "
-                "equal length."
+                f"{name}: for text, or rows of different lengths, it follows from the input; pass it only together "
+                "with token ids of equal length."
             )
         tokens, mask = _pad(view, token_rows(view, input, prepend_bos, is_encoder), padding_side)
     else:
@@ -660,7 +655,7 @@ def _rows(
                 )
         elif _ends_in_padding(view, tokens):
             warn_caller(
-                "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
+                "input: token ids begin or end with several padding tokens, but there is no attention_mask, so they "
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
             )
     _check(view, tokens, mask, name, vocabulary)
@@ -670,8 +665,7 @@ def _rows(
 def token_rows(
     view: ModelView, input: InputLike, prepend_bos: bool | None = None, is_encoder: bool | None = None
 ) -> list[Int[Tensor, "_pos"]]:
-    """Return each prompt's token ids, unpadded, for the encoder if `is_encoder` (None: the first stack); see
-    `prepare`."""
+    """Return each prompt's unpadded token ids, for the encoder if `is_encoder` (None: the first stack)."""
     is_encoder = view.begins_with_encoder if is_encoder is None else is_encoder
     input = plain_input(view, input)
     if isinstance(input, Mapping):
@@ -686,22 +680,21 @@ def token_rows(
 
 
 def _rows_of_tokenizer(view: ModelView, encoding: Mapping[str, Any]) -> list[Int[Tensor, "_pos"]]:
-    """Return each prompt's unpadded token ids from a tokenizer's output; raise `InvalidInputError` if it has more
-    than ids."""
-    if not _any_number(encoding.get("token_type_ids")):  # one segment is none
+    """Return each prompt's unpadded token ids from a tokenizer's output; raise an error if it has more than ids."""
+    if not _any_number(encoding.get("token_type_ids")):  # one segment is like none
         encoding = {name: value for name, value in encoding.items() if name != "token_type_ids"}
     others = set(encoding) - {"input_ids", "attention_mask"}
     if "input_ids" in encoding and others:
         raise InvalidInputError(
-            f"input: {', '.join(map(repr, sorted(others)))} cannot be used here, where a prompt is its token ids; pass "
-            "input_ids and attention_mask alone."
+            f"input: {', '.join(map(repr, sorted(others)))} cannot be used here, where prompts are just token ids; "
+            "pass only input_ids and attention_mask."
         )
     prompt = prepare(view, encoding)
     return [row[real] for row, real in zip(prompt.tokens, prompt.mask, strict=True)]
 
 
 def _batched(row: Tensor) -> Tensor:
-    """The values of one prompt as a batch of one prompt; a batch as it is."""
+    """Return one prompt's values as a batch of one; a batch is returned unchanged."""
     return row[None] if row.ndim == 1 else row
 
 
@@ -710,7 +703,7 @@ def _is_text(input: object) -> TypeGuard[Sequence[object]]:
 
 
 def _is_ragged(input: object) -> bool:
-    """True if it is a list of rows of token ids of different lengths."""
+    """Return whether the input is a list of token-id rows of different lengths."""
     if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
         return False
     return len({len(row) for row in input}) > 1
@@ -752,9 +745,9 @@ def _tokenize(
 
 
 def _without_doubled(tokenizer: Any, text: str, tokens: Int[Tensor, "pos"]) -> Int[Tensor, "_pos"]:
-    """Return a text's tokens without special tokens that the text itself already begins or ends with.
+    """Return a text's tokens without added special tokens that the text itself already begins or ends with.
 
-    A chat template writes BOS into its text, and TransformerLens would put another before it.
+    A chat template writes BOS into its text, and TransformerLens would prepend another one.
     """
     ids: list[int] = tokens.tolist()
     first = max(_surplus(tokenizer, name, text, ids, 1) for name in ("bos", "cls"))
@@ -763,7 +756,7 @@ def _without_doubled(tokenizer: Any, text: str, tokens: Int[Tensor, "pos"]) -> I
 
 
 def _surplus(tokenizer: Any, name: str, text: str, ids: Sequence[int], step: int) -> int:
-    """How often a special token stands before a text that has it there already; with a step of −1, after it."""
+    """Return how many special tokens were added before a text that has them already; with a step of −1, after it."""
     token: str | None = getattr(tokenizer, f"{name}_token", None)
     if not token:
         return 0
@@ -776,7 +769,7 @@ def _surplus(tokenizer: Any, name: str, text: str, ids: Sequence[int], step: int
 
 
 def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tensor, Tensor]:
-    """Rows of token ids of one length, and a mask that is True at real tokens."""
+    """Pad rows of token ids to one length; return them with a mask that is True at real tokens."""
     side = padding_side or "right"
     if side not in ("left", "right"):
         raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
@@ -784,7 +777,7 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tenso
     ids = [row.cpu() for row in rows]
     fill = getattr(view.tokenizer, "pad_token_id", None) or 0
     of_config = getattr(view.text_config, "pad_token_id", None)
-    if view.begins_with_encoder and of_config is not None:  # RoBERTa counts positions by what is not this token
+    if view.begins_with_encoder and of_config is not None:  # RoBERTa counts positions by tokens other than this one
         fill = of_config
     return pad(ids, padding_value=fill), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
@@ -793,7 +786,7 @@ def _as_ids(input: object) -> Tensor:
     if isinstance(input, Sequence) and input and isinstance(input[0], Mapping):
         raise InvalidInputError(
             f"input: a list of {type(input[0]).__name__}; tokenize all texts in one call, tokenizer(texts, "
-            "padding=True, return_tensors='pt'), and pass what it returns, or pass the texts themselves."
+            "padding=True, return_tensors='pt'), and pass its output, or pass the texts themselves."
         )
     try:
         tokens = torch.as_tensor(input)
@@ -808,11 +801,11 @@ def _as_ids(input: object) -> Tensor:
         raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InvalidInputError(f"input: token ids must be integers, got {tokens.dtype}.")
-    return tokens.long().clone()  # an inference tensor would not do where gradients are wanted
+    return tokens.long().clone()  # gradients need a tensor from outside inference mode
 
 
 def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
-    """True if a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
+    """Return whether a prompt begins or ends with several padding tokens; one may be a BOS or EOS of the same id."""
     pad = getattr(view.tokenizer, "pad_token_id", None)
     if pad is None or tokens.shape[1] < 3:
         return False
@@ -842,7 +835,7 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary:
 
 OTHERWISE = (
     "Pass token ids, tokenizer(text)['input_ids'] of the tokenizer that the model was trained with, or prepend_bos= "
-    "(True or False), which reads the text as TransformerLens does."
+    "(True or False) to tokenize as TransformerLens does."
 )
 
 
@@ -850,7 +843,7 @@ def ids_as_trained(tokenizer: Any, text: str) -> list[int]:
     """Return a text's token ids as the checkpoint's tokenizer gives them.
 
     TransformerLens reloads tokenizers with ``add_bos_token=True``, which loses a template that comes from a file
-    (``[CLS] … [SEP]``, ``</s>``). Raises `InvalidInputError` where that may be so and the original cannot be loaded.
+    (``[CLS] … [SEP]``, ``</s>``). Raises `InvalidInputError` if that may be the case and the original cannot be loaded.
     """
     ids: list[int] = tokenizer(text)["input_ids"]
     if not _may_have_lost_its_template(tokenizer, text, ids):
@@ -859,7 +852,7 @@ def ids_as_trained(tokenizer: Any, text: str) -> list[int]:
 
 
 def _may_have_lost_its_template(tokenizer: Any, text: str, ids: list[int]) -> bool:
-    """True if these token ids are what ``add_bos_token=True`` makes of a text, whatever the template was."""
+    """Return whether these token ids are what ``add_bos_token=True`` gives for a text, whatever the template was."""
     if not tokenizer.init_kwargs.get("add_bos_token"):
         return False
     body: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -872,20 +865,20 @@ _as_they_were: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 
 
 def _loaded_as_it_was(tokenizer: Any) -> Any:
-    """The tokenizer of the same folder or name, with the template that it has there."""
+    """Load the tokenizer from the same folder or name, with its original template."""
     loaded = _as_they_were.get(tokenizer)
     if loaded is None:
         options = dict(tokenizer.init_kwargs)
         name = options.pop("name_or_path", None)
         del options["add_bos_token"]
-        options["local_files_only"] = True  # TransformerLens had it from there
+        options["local_files_only"] = True  # TransformerLens loaded it from there
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(name, **options)
-        except Exception as error:  # a tokenizer may be a program of its author's, which may raise anything
+        except Exception as error:  # a tokenizer may be a program, which may raise anything
             raise InvalidInputError(
                 "input: TransformerLens loads tokenizers with add_bos_token=True, which drops the other special tokens "
-                f"that a text has in an encoder's training; the tokenizer itself cannot be loaded from {name!r} to see "
-                f"which these are ({error}). {OTHERWISE}"
+                f"used in an encoder's training, and the tokenizer itself cannot be loaded from {name!r} to restore "
+                f"them ({error}). {OTHERWISE}"
             ) from error
         _as_they_were[tokenizer] = loaded
     _refuse_another_vocabulary(tokenizer, loaded)
@@ -893,41 +886,41 @@ def _loaded_as_it_was(tokenizer: Any) -> Any:
 
 
 def _refuse_another_vocabulary(tokenizer: Any, loaded: Any) -> None:
-    """Raise `InvalidInputError` where tokens were added besides the special ones that TransformerLens adds."""
+    """Raise `InvalidInputError` if tokens were added besides the special ones that TransformerLens adds."""
     if len(tokenizer) == len(loaded):
         return
     added = set(tokenizer.get_vocab()) - set(loaded.get_vocab())
     added -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
     if added:
         raise InvalidInputError(
-            f"input: the tokenizer of this model has tokens ({', '.join(map(repr, sorted(added)[:3]))}) that "
-            f"{tokenizer.name_or_path!r} does not have, where an encoder's special tokens are read from. {OTHERWISE}"
+            f"input: the tokenizer of this model has tokens ({', '.join(map(repr, sorted(added)[:3]))}) that are "
+            f"missing in {tokenizer.name_or_path!r}, the source of the encoder's special tokens. {OTHERWISE}"
         )
 
 
 # ------------------------------------------------------------------
-# Which positions a query or a key stands for: the one rule everywhere in the library.
+# The positions denoted by a query or a key: one rule for the whole library.
 
 
 def is_all(query: Query) -> bool:
-    """True if a query or keys are the word that stands for every position."""
+    """Return whether a query or keys are the word for every position."""
     return isinstance(query, str) and query == "all"
 
 
 def query_positions(prompt: Prompt, query: Query | None = "all", name: str = "query") -> Int[Tensor, "batch query"]:
-    """The positions a query stands for: the one rule for `query` everywhere in the library.
+    """Return the positions that a query denotes: the one rule for `query` in the whole library.
 
     Args:
         prompt: the prompts.
-        query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
-            reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
-            for the last token of its last occurrence. ``"all"``, the default, stands for every position, padding
-            included (whose entries are zero in every result); the word of a prompt is ``" all"``, with its space. A
-            tensor `[batch, query]` holds positions of each prompt, padding counted.
-        name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
+        query: an integer counts each prompt's real tokens (−1 is the last, or the CLS token at which a classifier of
+            images or sound reads its classes); a list holds several; a slice selects real tokens; a text denotes the
+            last token of its last occurrence. ``"all"``, the default, denotes every position, including padding
+            (whose entries are zero in every result); the word in a prompt is ``" all"``, with its space. A tensor
+            `[batch, query]` holds positions of each prompt, counting padding.
+        name: the argument's name, for messages. Keys predict nothing, so for them −1 is always the last token.
 
     Returns:
-        Positions in each prompt's row, padding counted, `[batch, query]`.
+        Positions in each prompt's row, counting padding, `[batch, query]`.
 
     >>> from tensorlens_tl.passes.inputs import query_positions
     >>> frozen.str_tokens[0]
@@ -936,7 +929,8 @@ def query_positions(prompt: Prompt, query: Query | None = "all", name: str = "qu
     (tensor([[6]]), tensor([[0, 3]]))
 
     Raises:
-        InvalidInputError: None, beyond a prompt's real tokens, not in it, an empty list, or a slice of unequal lengths.
+        InvalidInputError: the query is None, an empty list, beyond a prompt's real tokens, a text that is not in it, or
+            a slice with different numbers of tokens.
     """
     mask = prompt.mask
     if query is None:
@@ -957,32 +951,32 @@ def query_positions(prompt: Prompt, query: Query | None = "all", name: str = "qu
 
 
 def _checked(positions: Tensor, mask: Bool[Tensor, "batch pos"], name: str) -> Int[Tensor, "batch query"]:
-    """The positions of each prompt that a user passed as a tensor."""
+    """Return the positions of each prompt from a tensor passed by the user."""
     batch, pos = mask.shape
     whole = not (positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool)
     inside = whole and bool(((positions >= 0) & (positions < pos)).all())
     if len(positions) != batch or not positions.numel() or not inside:
         raise InvalidInputError(
-            f"{name}: a tensor {tuple(positions.shape)} of {positions.dtype}; positions of several prompts are "
-            f"integers of 0 to {pos - 1}, [{batch}, query]."
+            f"{name}: a tensor {tuple(positions.shape)} of {positions.dtype}; pass positions of several prompts as "
+            f"integers from 0 to {pos - 1}, [{batch}, query]."
         )
     return positions.long()
 
 
 def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:
-    """Return the single position that a query stands for; raise `InvalidInputError` for several or none."""
+    """Return the single position that a query denotes; raise `InvalidInputError` for several or none."""
     positions = query_positions(prompt, query, name)
     if positions.shape[1] != 1:
         raise InvalidInputError(
-            f"{name}={query!r} stands for {positions.shape[1]} positions; this is about one: pass an integer or a text."
+            f"{name}={query!r} stands for {positions.shape[1]} positions, but one is needed: pass an integer or a text."
         )
     return positions
 
 
 def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
-    """Like `query_positions` for source tokens: a text stands for all its tokens, ``"all"`` for every source token.
+    """Like `query_positions`, for source tokens: a text denotes all its tokens, ``"all"`` every source token.
 
-    Raises also where a text has another number of tokens in another prompt.
+    Also raises an error if a text has different numbers of tokens in the prompts.
     """
     if is_all(keys) or not isinstance(keys, str):
         return query_positions(prompt, keys, name)
@@ -990,7 +984,7 @@ def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tenso
 
 
 def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
-    """The positions of each prompt's last occurrence of a text."""
+    """Return the positions of each prompt's last occurrence of a text."""
     spans = []
     for row, (tokens, mask) in enumerate(zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)):
         try:
@@ -1001,7 +995,7 @@ def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
 
 
 def occurrence_counts(prompt: Prompt, query: object) -> list[int]:
-    """How often a query that is a text occurs in each prompt, of which it means the last; 1 of any other."""
+    """Return how often a text query occurs in each prompt (it denotes the last occurrence); 1 for any other query."""
     rows = zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)
     if not isinstance(query, str):
         return [1 for _ in rows]
@@ -1045,25 +1039,25 @@ def _equally_many(rows: list[list[int]], mask: Tensor, what: str) -> Int[Tensor,
 
 
 WASTE = 0.25
-"""The share of a batch that may be padding before a new one begins."""
+"""The maximal share of padding in a batch."""
 
 FEW = 8
-"""So many prompts are frozen together however much of their batch is padding."""
+"""The number of prompts that are frozen together whatever their share of padding."""
 
 
 # ------------------------------------------------------------------
-# Many prompts: how long is each, and which of them are frozen together?
+# Many prompts: their lengths, and batches that are frozen together.
 
 
 def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[list[int]]:
-    """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for what may be passed."""
+    """Return each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for valid inputs."""
     return [row.tolist() for row in token_rows(view, input, prepend_bos)]
 
 
 def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> list[list[int]]:
-    """Return numbers of prompts of similar length, longest first, as many together as fit.
+    """Return batches of prompt numbers of similar length, longest first, as many together as fit.
 
-    `fits(count, longest, shortest)` says whether so many prompts are one batch; a single prompt always is.
+    `fits(count, longest, shortest)` says whether `count` prompts form a batch; a single prompt always does.
 
     >>> from tensorlens_tl.passes.inputs import like_length
     >>> like_length([2, 5, 4], lambda count, longest, shortest: count * longest <= 10)
@@ -1080,9 +1074,9 @@ def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -
 
 
 def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
-    """Return numbers of prompts of similar length, as many together as captured activations fit `memory` when padded.
+    """Return batches of prompt numbers of similar length whose padded activations fit `memory`.
 
-    Lengths of a batch differ by less than a sliding window (`ModelView.sliding_window`).
+    Lengths in a batch differ by less than a sliding window (`ModelView.sliding_window`).
     """
     bound = in_bytes(memory)
     window = view.sliding_window
@@ -1103,9 +1097,9 @@ WHOLE = ("attention_mask", "token_type_ids", "cache", "decoder_input_ids", "mode
 def prompt_batches(
     view: ModelView, input: Any, freezing: Mapping[str, Any], memory: Memory = None
 ) -> tuple[list[Any], list[list[int]]]:
-    """Return prompts as rows of token ids, and batches of them; no batches where they are one pass.
+    """Return prompts as rows of token ids, and batches of them; no batches if they form a single pass.
 
-    Images and sounds are their own rows; `freezing` are options of `freeze`.
+    Images and sounds are rows themselves; `freezing` are options of `freeze`.
     """
     if view.reads == "tokens":
         input = plain_input(view, input)
@@ -1121,8 +1115,7 @@ def prompt_batches(
 
 
 def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:
-    """Return an option's value for each prompt, or None for one shared value; raise `InvalidInputError` for another
-    count."""
+    """Return an option's value for each prompt, or None for one shared value; another count raises an error."""
     values = _several(value, name == "direction")
     if values is not None and len(values) != prompts:
         raise InvalidInputError(f"{name}: {len(values)} for {prompts} prompts; pass one, or one for each prompt.")
@@ -1130,7 +1123,7 @@ def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor
 
 
 def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
-    """The values of an option that has several: tokens, or vectors; None of an option that has one."""
+    """Return the values of an option with several tokens or vectors; None for an option with one."""
     if value is None:
         return None
     if is_vector:
@@ -1143,12 +1136,12 @@ def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
 
 
 def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
-    """The values of a batch's prompts."""
+    """Return the values for a batch's prompts."""
     return values[torch.tensor(batch)] if isinstance(values, Tensor) else [values[number] for number in batch]
 
 
 def check_slice(query: Query | None, lengths: Sequence[int]) -> None:
-    """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
+    """Refuse a slice that denotes different numbers of positions in the prompts, as a single pass does."""
     if not isinstance(query, slice):
         return
     query = whole_slice("query", query, why="positions of a prompt")
@@ -1160,7 +1153,7 @@ def check_slice(query: Query | None, lengths: Sequence[int]) -> None:
 
 
 def captured_bytes(view: ModelView, length: int) -> int:
-    """What freezing stores of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
+    """Return the bytes stored for one prompt of this length: streams, patterns, pre-activations and ratios."""
     sizes = [block.captured for block in view.blocks]
     numbers = length * sum(by_token + by_pair * length for by_token, by_pair in sizes)
     return numbers * next(view.model.parameters()).element_size()

@@ -1,12 +1,12 @@
-"""What operators and targets need of a model that is held fixed as an affine map: a linearisation.
+"""The interface that operators and targets need from a model held fixed as an affine map: a linearisation.
 
-A linearisation gives every block a map that is exact at one point, a vector that enters, and a number of the model
-that a sum over what enters must equal. The operator and its targets need no more; methods and circuits still take a
-`FrozenPass`. The frozen pass of one run is a linearisation: its block maps are affine, the residual stream at the first
-block enters, biases are the constants, and the sum is a logit.
+A linearisation provides a map of every block that is exact at one point, the input vectors there, and a number of the
+model that the sum over the input must equal. The operator and its targets need no more; methods and circuits still take
+a `FrozenPass`. The frozen pass of one run is a linearisation: its block maps are affine, its input is the residual
+stream at the first block, its constants are biases, and the sum is a logit.
 
-Passes of one model share its `ModelView` as long as the model stays what it was: it reads weights when they are first
-needed, also for every batch of a data set.
+Passes of one model share its `ModelView`, which reads weights when they are first needed, until the model changes, even
+across the batches of a data set.
 """
 
 from abc import ABC, abstractmethod
@@ -31,11 +31,11 @@ from tensorlens_tl.passes.inputs import Prompt
 
 @runtime_checkable
 class HasGap(Protocol):
-    """A result whose parts explain a number of the model."""
+    """A result whose parts sum to a number of the model."""
 
     @property
     def gap(self) -> Any:
-        """How far the parts are from the number, relative to their size."""
+        """The difference of sum and number, relative to the size of the parts."""
         ...
 
 
@@ -43,12 +43,12 @@ SumType = TypeVar("SumType", bound=HasGap)
 
 
 class Linearisation(ABC):
-    """Block maps that are exact at one point, and what they are applied to."""
+    """Block maps that are exact at one point, with their input."""
 
     @property
     @abstractmethod
     def view(self) -> ModelView:
-        """The reading of the model's weights."""
+        """The reader of the model's weights."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class Linearisation(ABC):
     @property
     @abstractmethod
     def tolerance(self) -> float:
-        """The largest error that the proof of a map may show."""
+        """The largest error that the proof of a map allows."""
 
     @property
     @abstractmethod
@@ -78,77 +78,77 @@ class Linearisation(ABC):
     @property
     @abstractmethod
     def sides(self) -> tuple[int, int] | None:
-        """How many positions are an encoder's and a decoder's, in this order; None where there is one stack."""
+        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
 
     @property
     @abstractmethod
     def soft_cap(self) -> float | None:
-        """The cap c of c·tanh(x/c) that the model's logit is after the number that sums give; None without."""
+        """The cap c of c·tanh(x/c) that follows the explained number x in the model; None without a cap."""
 
     @property
     @abstractmethod
     def row_bytes(self) -> int:
-        """What one vector allocates at most on its way through the blocks."""
+        """The maximal bytes that one vector allocates on its way through the blocks."""
 
     @property
     @abstractmethod
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the maps give, one after the other: after the final norm, or the last block's output."""
+        """The output of all maps: after the final norm, or the last block's output."""
 
     @abstractmethod
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """What enters a block; ``layer == n_layers`` is the last block's output."""
+        """Return the input of a block; ``layer == n_layers`` is the last block's output."""
 
     @abstractmethod
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the model unembeds."""
+        """Return the stream that the model unembeds."""
 
     @abstractmethod
     def stages(
         self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
-        """Consecutive blocks as maps that follow each other.
+        """Return consecutive blocks as maps to be applied one after the other.
 
         Args:
-            layers: which.
+            layers: the blocks.
             rule: the rule for MLPs.
-            heads: of some layers, the heads of self-attention to keep.
+            heads: the heads of self-attention to keep, for some layers.
             mlp: the layers whose MLPs are kept.
         """
 
     @abstractmethod
     def final_map(self) -> AffineMap | None:
-        """What follows the last block: the final norm, or None."""
+        """Return the map after the last block, the final norm, or None."""
 
     @abstractmethod
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """What lies between the model's output and its unembedding; None where nothing does."""
+        """Return the map between the model's output and its unembedding, or None."""
 
     @abstractmethod
     def logit_vectors(
         self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
-        """The directions of some tokens' logits in what is unembedded, and their constants."""
+        """Return the directions of some tokens' logits in the unembedded stream, and their constants."""
 
     @abstractmethod
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if the model is no longer the one that the maps belong to."""
+        """Raise `FrozenModelError` if the model has changed since the maps were made."""
 
     @property
     def runs(self) -> "tuple[Linearisation, ...]":
-        """The runs that it is of: itself, or the two that it is the difference of, the first less the second."""
+        """The underlying runs: itself, or the two whose difference it is, the first minus the second."""
         return (self,)
 
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"] | None:
-        """The length of what rounding may leave in `output`, or in what is unembedded, beside its own size.
+        """Return the length of possible rounding errors in `output`, or in the unembedded stream.
 
-        None of one run, whose rounding is small beside what it has. A difference of two may itself be rounding.
+        None for one run, in which rounding is small. A difference of two runs may itself be rounding.
         """
         return None
 
     @abstractmethod
     def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """A sum computed from these maps, after a look at its gap: too large a one is a warning or an error.
+        """Return a sum computed from these maps after checking its gap: a large one is a warning or an error.
 
         Args:
             result: the sum.
@@ -157,7 +157,7 @@ class Linearisation(ABC):
 
 
 def check_linearisation(frozen: Any) -> None:
-    """Raise `InvalidInputError` where a model, or anything else, was passed instead of a frozen pass."""
+    """Raise `InvalidInputError` if the argument is neither a frozen pass nor a difference."""
     if not isinstance(frozen, Linearisation):
         raise InvalidInputError(
             f"a frozen pass is needed, got {type(frozen).__name__}: tlens.freeze(model, text) returns one."
@@ -166,14 +166,14 @@ def check_linearisation(frozen: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """The state that a model was in when it was read.
+    """The state of a model when it was read.
 
     Attributes:
-        weights: what its weights were.
-        configuration: what decided its numbers besides them.
-        hooks: which user-installed hooks were on it.
-        modes: what its modules were, and whether it showed what heads write.
-        tokenizer: what read its prompts.
+        weights: the state of its weights.
+        configuration: the settings that determine its outputs besides weights.
+        hooks: the user-installed hooks on it.
+        modes: the modes and classes of its modules, and whether it shows the heads' outputs.
+        tokenizer: its tokenizer.
     """
 
     weights: WeightState
@@ -184,14 +184,14 @@ class Reading:
 
     @classmethod
     def of(cls, model: Any) -> "Reading":
-        """The state of a model now."""
+        """Return the current state of a model."""
         tokenizer = getattr(model, "tokenizer", None)
         with lock_of(model):
             weights = WeightState.of(model)
             return cls(weights, configuration(model), hook_numbers(model), _modes(model), tokenizer)
 
     def equals(self, other: "Reading") -> bool:
-        """Whether the model was the same twice: what a frozen pass checks of it, and its hooks and modes besides."""
+        """Return whether two states are equal: what a frozen pass checks, plus hooks and modes."""
         return (
             self.weights.equals(other.weights)
             and self.configuration is other.configuration
@@ -202,9 +202,9 @@ class Reading:
 
 
 def _modes(model: Any) -> tuple[Any, ...]:
-    """What else changes how a model is read: whether it shows what heads write, and every module.
+    """Return further state that affects reading: whether the model shows heads' outputs, and the state of every module.
 
-    A module has a mode (RWKV halves its stream in eval mode), a class, and perhaps another forward or activation.
+    A module has a mode (RWKV halves its stream in eval mode), a class, and possibly another forward or activation.
     """
     shows_heads = bool(getattr(model.cfg, "use_attn_result", False))
     return (shows_heads, *map(_mode, whole(model)))
@@ -223,10 +223,10 @@ _held: ContextVar[list[ModelView] | None] = ContextVar("held", default=None)
 
 @contextmanager
 def one_reading() -> Generator[None, None, None]:
-    """Passes that are frozen inside share the reading of their model until its state changes; nothing is left after.
+    """Share the reading of a model among passes frozen inside, until its state changes; it is dropped afterwards.
 
-    Elsewhere a pass shares the reading of another that is still there. Every pass is proved against the model's own
-    run all the same.
+    Elsewhere a pass shares the reading of another pass that still exists. Every pass is verified against the model's
+    own run in any case.
 
     >>> from tensorlens_tl.passes import one_reading
     >>> with one_reading():
@@ -242,7 +242,7 @@ def one_reading() -> Generator[None, None, None]:
 
 
 def unchecked_view(model: Any) -> ModelView:
-    """A model's view for what depends on no weight, such as the lengths of prompts and the memory that they take.
+    """Return a model's view for properties that do not depend on weights, such as lengths and memory of prompts.
 
     Raises:
         UnsupportedModelError, InvalidInputError: as `ModelView`.
@@ -254,9 +254,9 @@ def unchecked_view(model: Any) -> ModelView:
 
 
 def shared_view(view: ModelView) -> tuple[ModelView, WeightState]:
-    """The view of a model's last pass where the model is what it was, else this one; and its weights' state.
+    """Return the view of a model's last pass if the model is unchanged, else this one; and its weights' state.
 
-    A view whose weights are brought in is shared inside `one_reading` alone: two threads may bring them in at once.
+    A view with offloaded weights is only shared inside `one_reading`, as two threads may load them at once.
     """
     model = view.model
     reading = Reading.of(model)
@@ -273,7 +273,7 @@ def shared_view(view: ModelView) -> tuple[ModelView, WeightState]:
 
 
 def points_of(view: ModelView) -> ModelPoints:
-    """A view's hook points: of a shared reading those that it has already.
+    """Return a view's hook points, cached for a shared view.
 
     Raises:
         UnsupportedModelError: as `model_points`.

@@ -1,4 +1,4 @@
-"""The live model: held fixed by hooks, or run with something changed in copies of its prompts."""
+"""The live model: held fixed by hooks, or run with changes in copies of its prompts."""
 
 import dataclasses
 import threading
@@ -40,23 +40,23 @@ from tensorlens_tl.passes.block_maps import BlockMaps, held_coefficients
 from tensorlens_tl.passes.capture import Capture
 
 _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
-# of models that obey hooks: the hook points of patterns at which one takes effect (weight processing may rewire them)
+# for models that obey hooks: the pattern hook points that take effect (weight processing may rewire them)
 
 
 # ------------------------------------------------------------------
-# Holding the live model fixed: which hooks, and whether the model obeys them.
+# Holding the live model fixed: the hooks, and whether the model obeys them.
 #
-# On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
-# without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. A
-# trial decides both, once per model: the model runs, held, with another residual stream, and every block must do what
-# its map says.
+# On some models a hook point only observes: a hook's return value is ignored, and the model would silently run
+# unfrozen. Patterns can be frozen in another way (`tensorlens_tl.hooks.freeze`); otherwise this raises an error. Both
+# are decided by a test, once per model: the frozen model runs with another residual stream, and every block must agree
+# with its map.
 
 
 def prove_obedience(maps: BlockMaps) -> frozenset[str]:
-    """Try, once per model, whether it obeys hooks; returns the patterns' hook points where they take effect.
+    """Test, once per model, whether it obeys hooks; return the patterns' hook points where they take effect.
 
     Raises `UnsupportedModelError` if it ignores hooks at `hook_z`, `mlp.hook_post` or `hook_scale`, or has offloaded
-    weights and cannot run with norms frozen as wholes.
+    weights and cannot run with norms frozen as a whole.
     """
     known = _effective_patterns.get(maps.capture.model, maps.capture.weights)
     if known is None or other_hooks(maps.capture.model):
@@ -71,8 +71,7 @@ def holding_hooks(
     norms: bool = True,
     rule: FrozenRule = "frozen",
 ) -> list[FwdHook]:
-    """Return the hooks that freeze a pass; see `FrozenPass.fwd_hooks`. Raises where the model ignores what hooks
-    return."""
+    """Return the hooks that freeze a pass; see `FrozenPass.fwd_hooks`. Raises an error if the model ignores hooks."""
     hooks = _hooks(maps, prove_obedience(maps), patterns, activations, norms, rule)
     return without_numbers(maps.capture.model, hook_points(maps.capture.model), hooks)
 
@@ -85,7 +84,7 @@ def _hooks(
     norms: bool = True,
     rule: FrozenRule = "frozen",
 ) -> list[FwdHook]:
-    """The same, given the hook points of patterns at which a hook takes effect."""
+    """Return the same, given the pattern hook points that take effect."""
     hooks: list[FwdHook] = []
     for layer in range(maps.capture.n_layers):
         local = maps.at_weights(layer)
@@ -107,18 +106,18 @@ def _hooks(
 
 
 def _shape(maps: BlockMaps, layer: int) -> tuple[int, int]:
-    """Prompts, and the number of positions that a block acts on."""
+    """Return the number of prompts, and of positions that a block acts on."""
     start, stop = maps.capture.side(layer)
     return len(maps.mask), stop - start
 
 
 def _whole(maps: BlockMaps, layer: int, part: Callable[[int], AffineMap]) -> AffineMap:
-    """The map of a part that is held as a whole, by one layer's weights, which are read when a hook needs them."""
+    """Return the map of a part held as a whole; its layer's weights are loaded when a hook needs them."""
     return maps.lazily(layer, lambda: part(layer))
 
 
 def _padding_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
-    """What keeps padding out of the recursion of a whitened block."""
+    """Return hooks that keep padding out of a whitened block's recursion."""
     points = maps.points.blocks[layer]
     if points.whitened is None or bool(maps.mask.all()):
         return []
@@ -126,7 +125,7 @@ def _padding_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
 
 
 def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> list[FwdHook]:
-    """What holds one layer's patterns, or all of its attention where nothing inside can be held."""
+    """Return hooks that hold one layer's patterns, or its attention as a whole if nothing inside can be held."""
     points = maps.points.blocks[layer]
     hooks: list[FwdHook] = []
     if points.attention is not None:
@@ -145,7 +144,7 @@ def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> li
 
 
 def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
-    """What holds the scales of one layer's norms, or whole norms where no scale can be held."""
+    """Return hooks that hold the scales of one layer's norms, or whole norms without a replaceable scale."""
     points = maps.points.blocks[layer]
     whole = dict(points.norms)
     if maps.view.any_offloaded:
@@ -158,7 +157,7 @@ def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
 
 
 def _ends_of(scale: str) -> Ends:
-    """Return where the norm with this scale begins and ends, to be frozen as a whole where weights are offloaded.
+    """Return the ends of the norm with this scale, which is frozen as a whole if weights are offloaded.
 
     A Bridge whose scale is replaced reads the norm's weights itself, where accelerate does not load them, or moves the
     norm's input to their device.
@@ -168,7 +167,7 @@ def _ends_of(scale: str) -> Ends:
 
 
 def _per_layer_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
-    """What holds the branch that reads a separate input of each token at this layer."""
+    """Return hooks that hold the branch for a separate input of each token at this layer."""
     branch = maps.per_layer(layer, rule)
     ends = maps.points.blocks[layer].per_layer
     if branch is None or ends is None:
@@ -177,14 +176,14 @@ def _per_layer_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdH
 
 
 def _held_pattern(maps: BlockMaps, layer: int) -> Tensor | Callable[[], Tensor]:
-    """One layer's pattern; where it is not stored, a function that recomputes it when the hook runs."""
+    """Return one layer's pattern; if it is not stored, a function that recomputes it when the hook runs."""
     if maps.points.blocks[layer].pattern in maps.capture.held_scores:
         return partial(maps.capture.pattern, layer)
     return maps.capture.pattern(layer)
 
 
 def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: Ends | None, layer: int) -> list[FwdHook]:
-    """What holds the norm after the last block of a stack."""
+    """Return hooks that hold the norm after the last block of a stack."""
     if norm is None or scale is None:
         return []
     on_other_device = maps.view.is_bridge and maps.view.any_moved
@@ -196,7 +195,7 @@ def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: End
 
 
 def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
-    """What holds the norm of the mean that a classifier of sound reads its classes from."""
+    """Return hooks that hold a sound classifier's norm of the mean."""
     classes = maps.view.class_head
     scale = maps.points.head_scale
     if classes is None or classes.norm is None or classes.norm.epsilon is not None or scale is None:
@@ -205,7 +204,7 @@ def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
 
 
 def _mlp_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
-    """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
+    """Return hooks that hold one layer's MLP: its activation, or the whole if nothing inside can be held."""
     points = maps.points.blocks[layer]
     shape = _shape(maps, layer)
     if points.experts:
@@ -227,7 +226,7 @@ def _mlp_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
 
 
 def _expert_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
-    """What holds a mixture of experts from inside: where tokens are sent, and what each expert's activation is."""
+    """Return hooks that hold a mixture of experts from inside: the routing, and each expert's activation."""
     points = maps.points.blocks[layer]
     weights = maps.expert_weights(layer)
     assert points.mlp is not None
@@ -242,7 +241,7 @@ def _expert_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook
 
 
 def _prove(maps: BlockMaps) -> frozenset[str]:
-    """Run the model, held, with another stream at its first block, and compare every block with its map there."""
+    """Run the frozen model with another stream at its first block, and compare every block with its map."""
     model = maps.capture.model
     points = maps.points
     with unheld_run(model):
@@ -252,7 +251,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
         sites = [site for site in by_pattern if site is not None and site.pattern not in points.calls]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
-    # another stream and not another prompt: a model of images and tokens checks that both fit together
+    # change the stream, not the prompt: a model of images and tokens checks that both fit together
     others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
     depths = range(maps.capture.n_layers + 1)
     names = [name for layer in depths for name in maps.capture.stream_names(layer)]
@@ -262,7 +261,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     if final is not None:
         last = points.output
         names.append(last)
-    # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
+    # hold patterns via hook_z: live ablations remove heads there, and hook_pattern was tested above
     hooks = [*others, *_hooks(maps, frozenset())]
     with _norms_taken(maps):
         seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
@@ -283,10 +282,10 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
         error = relative_error(step(before), after, maps.mask)
         if not error <= maps.tolerance:
             raise UnsupportedModelError(
-                f"{where} of this {maps.view.description} does not obey the hooks that should hold it fixed: held, "
+                f"{where} of this {maps.view.description} does not obey the hooks that should hold it fixed: frozen, "
                 f"and with another stream, it differs from its map by {error:.1e} (allowed {maps.tolerance:.0e}). "
-                "One of its hook points only observes, or another hook undoes it. What reads the weights works "
-                "(operator, most methods and circuits); fwd_hooks, attached and live ablations do not."
+                "One of its hook points only observes, or another hook undoes it. Use functions that read the weights "
+                "(operator, most methods and circuits) instead of fwd_hooks, attached and live ablations."
             )
     if not other_hooks(model):
         _effective_patterns.set(model, maps.capture.weights, effective)
@@ -295,60 +294,58 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
 
 @contextmanager
 def _norms_taken(maps: BlockMaps) -> Generator[None, None, None]:
-    """A model with offloaded weights that fails inside does not take what whole norms are replaced by (OPT-350m)."""
+    """Raise our own error if a model with offloaded weights cannot run with replaced whole norms (OPT-350m)."""
     try:
         yield
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         if not maps.view.any_offloaded or isinstance(error, TensorLensError):
             raise
         raise UnsupportedModelError(
-            f"the weights of this {maps.view.description} are offloaded, so that its norms are held as wholes, and it "
-            f"cannot run with what stands in their place ({type(error).__name__}: {error}). What reads the weights "
-            "works (operator, most methods and circuits); or load the model into memory."
+            f"the weights of this {maps.view.description} are offloaded, so its norms are replaced as a whole, but it "
+            f"cannot run with the replacements ({type(error).__name__}: {error}). Use functions that read the weights "
+            "(operator, most methods and circuits), or load the model into memory."
         ) from error
 
 
 def _other(x: Tensor) -> Tensor:
-    """Vectors of like size that point elsewhere: a uniform factor would be invisible behind a norm."""
+    """Return vectors of similar size in other directions: a uniform factor would be invisible behind a norm."""
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(x)
     return x + noise * upcast(x).square().mean(-1, keepdim=True).sqrt().to(x)
 
 
 Copies = Sequence[int | None]
-"""What is changed in each copy of the prompts: the number of a change, or None for a copy that is left as it is."""
+"""The number of the change in each copy of the prompts, or None for an unchanged copy."""
 
 SAME_SHAPE = 1e-5
-"""How far two runs of the same batch may be apart, relative to their vectors, in any precision: they do the same."""
+"""The largest relative difference of two runs of the same batch, in any precision: they compute the same."""
 
 
 # ------------------------------------------------------------------
-# Runs of the live model on behalf of a pass, with something changed in copies of its prompts.
+# Further runs of the live model for a pass, with changes in copies of its prompts.
 #
-# Every further run of the model for a pass goes through `LiveModel`, which refuses a model that is no longer that of
-# the pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
+# Every further run of the model for a pass goes through `LiveModel`, which refuses a model that has changed since the
+# pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
 #
-# Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. Code that
-# somebody put on the model may act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not
-# reach the copies in the other rows. So
+# Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. User hooks may
+# act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not reach the copies in other rows.
+# Therefore
 #
-# * where such code is seen (`tensorlens_tl.hooks.foreign_hooks`), each copy is run by itself, in a batch of the pass's
-#   own shape;
-# * where none is, the first and the last copy of every batch are left as they are, and both must give the pass's
-#   number.
+# * with such hooks (`tensorlens_tl.hooks.foreign_hooks`), each copy is run separately, in a batch of the pass's shape;
+# * without, the first and the last copy of every batch are unchanged, and both must reproduce the pass.
 
 
 class LiveModel:
-    """The model of a pass, to be run again.
+    """The model of a pass, for further runs.
 
     Attributes:
         question: the subject of messages, such as ``"logits"``.
-        alone: user hooks are on the model, so that every copy of the prompts runs by itself.
-        tolerance: how far a run may be from the pass, relative to its vectors; where hooks changed since, a run of the
-            same batch must repeat the pass but for rounding.
+        alone: user hooks are on the model, so every copy of the prompts runs separately.
+        tolerance: the largest relative difference of a run from the pass; if hooks changed since, a run of the same
+            batch must repeat the pass up to rounding.
 
     Raises:
-        InvalidInputError: the model is now in train mode, and drops activations.
-        FrozenModelError: its weights or configuration changed since the pass, or a frozen pass is attached.
+        InvalidInputError: the model is now in train mode with active dropout.
+        FrozenModelError: its weights or configuration have changed since the pass, or a frozen pass is attached.
     """
 
     def __init__(self, capture: Capture, tolerance: float, question: str) -> None:
@@ -364,8 +361,7 @@ class LiveModel:
         self.tolerance = tolerance if self.same_hooks else min(tolerance, SAME_SHAPE)
 
     def check(self, seen: Mapping[str, Tensor]) -> None:
-        """Raise `FrozenModelError` for the first activation (by hook point) of a run of these prompts that is not
-        the pass's."""
+        """Raise `FrozenModelError` if an activation (by hook point) of a run differs from that of the pass."""
         for name, tensor in seen.items():
             expected = self.capture.activation(name)
             mask = self.capture.mask[:, self.capture.span(name)]
@@ -375,21 +371,20 @@ class LiveModel:
             self.refuse(error, f"{name} differs by {error:.1e}")
 
     def check_hooks(self) -> None:
-        """Where hooks were put on or taken off since the pass, run its prompts once and `check` what they give."""
+        """If hooks were added or removed since the pass, run its prompts once and `check` the output."""
         if not self.same_hooks:
             name = self.capture.points.last_output
             self.check(capture(self.capture.model, self.capture.inputs, [name], last=name)[0])
 
     def refuse(self, error: float, where: str) -> None:
-        """Raise `FrozenModelError` for a run that is further from the pass than allowed; NaN is."""
+        """Raise `FrozenModelError` for a run that differs from the pass by more than allowed, or by NaN."""
         if not error <= self.tolerance:
             raise self._other_model(where)
 
     def _other_model(self, where: str) -> FrozenModelError:
         changed = "" if self.same_hooks else " (hooks were put on it or taken off since)"
         return FrozenModelError(
-            f"{self.question}: the live model gives another number than this pass holds{changed}: {where}. Freeze "
-            "again."
+            f"{self.question}: the live model no longer reproduces this pass{changed}: {where}. Freeze again."
         )
 
     def changed(
@@ -402,20 +397,19 @@ class LiveModel:
         title: str,
         parts: int = 1,
     ) -> Iterator[tuple[range, Float[Tensor, "change *rest"]]]:
-        """Run every change in a copy of the prompts, as many at once as fit `memory`; yields changes and what copies
-        give.
+        """Run every change in a copy of the prompts, as many at once as fit `memory`; yield changes and results.
 
         Args:
-            changes: how many there are.
-            run: runs copies of the prompts, and returns what each gives.
-            error: of what an unchanged copy gives, relative to the pass.
-            bytes_per_copy: what one copy allocates.
-            title: of the progress bar.
-            parts: the least number of runs.
+            changes: the number of changes.
+            run: runs copies of the prompts, and returns the result of each.
+            error: returns the error of an unchanged copy's result, relative to the pass.
+            bytes_per_copy: the bytes that one copy allocates.
+            title: the title of the progress bar.
+            parts: the minimal number of runs.
 
         Raises:
-            FrozenModelError: an unchanged copy gives another number than the pass.
-            SizeError: one copy is larger than a bound that was given.
+            FrozenModelError: an unchanged copy does not reproduce the pass.
+            SizeError: one copy exceeds an explicit bound.
         """
         room = in_bytes(memory) - 2 * bytes_per_copy
         singly = self.alone or changes == 1 or room < bytes_per_copy
@@ -433,15 +427,14 @@ class LiveModel:
             yield rows, outputs[1:-1]
 
     def _check_controls(self, first: float, last: float) -> None:
-        """Raise `FrozenModelError` where an unchanged copy gives another number than the pass: rows of a batch
-        differ."""
+        """Raise `FrozenModelError` if an unchanged copy does not reproduce the pass: rows of a batch differ."""
         if not first <= self.copies_tolerance:
             raise self._other_model(f"they differ by {first:.1e}")
         if not last <= self.copies_tolerance:
             raise FrozenModelError(
-                f"{self.question}: the prompts give another number in the last rows of a batch than in the first (they "
-                f"differ by {last:.1e}): something acts on some rows only, and it is no hook that we can see. Let it "
-                "act on every row; or put it on the model as a hook, and prompts are run one by one."
+                f"{self.question}: the same prompts give different results in the first and the last rows of a batch "
+                f"(they differ by {last:.1e}): something acts on some rows only, but it is not a visible hook. Make it "
+                "act on every row, or install it as a hook on the model, so that prompts are run one by one."
             )
 
 
@@ -457,25 +450,25 @@ def in_one_batch(inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------
-# What a changed run need not compute again: the layers before its change, and what nobody reads in the last one.
+# Work that a changed run can skip: the layers before its change, and unread positions in the last one.
 #
-# Copies of the prompts are rows of one run. Each enters it at the first block that its change reaches, with the stream
-# that the pass holds there; the blocks compute the copies that have entered. The MLP of the last block that matters is
-# called with the positions that are read, as nothing after it reads another one.
+# Copies of the prompts are rows of one run. Each enters at the first block that its change affects, with the pass's
+# stream; blocks compute only copies that have entered. The MLP of the last relevant block is called only with the
+# positions that are read later.
 #
-# Nothing is trusted: whoever skips work compares the number of unchanged copies, and runs the whole model where it
-# differs (a layer may read what an earlier one computed beside the stream).
+# This is always checked: callers compare the results of unchanged copies, and run the whole model if these differ (a
+# layer may read something that an earlier one computed outside the stream).
 
 
 class Form(NamedTuple):
-    """How a block gives the stream: alone, or first in a tuple of nothing else."""
+    """The form of a block's output: the stream alone, or first in a tuple of nothing else."""
 
     device: torch.device
     length: int | None
 
     @classmethod
     def of(cls, output: Any, shape: torch.Size) -> "Form | None":
-        """The form of an output; None where it is more than the stream."""
+        """Return the form of an output; None if it contains more than the stream."""
         if isinstance(output, Tensor):
             return cls(output.device, None) if output.shape == shape else None
         if not isinstance(output, tuple) or any(part is not None for part in output[1:]):
@@ -484,20 +477,19 @@ class Form(NamedTuple):
         return alone and alone._replace(length=len(output))
 
     def output(self, stream: Tensor) -> Any:
-        """The stream in this form."""
+        """Return the stream in this form."""
         stream = stream.to(self.device)
         return stream if self.length is None else (stream, *[None] * (self.length - 1))
 
     def stream(self, output: Any) -> Tensor:
-        """The stream of an output in this form."""
+        """Return the stream of an output in this form."""
         return output if self.length is None else output[0]
 
 
 class EarlierLayers:
-    """The blocks of a pass's model; each copy of the prompts may enter a run at the first block that its change
-    reaches.
+    """The blocks of a pass's model, with copies of the prompts that enter at the first block that they change.
 
-    `forms` are those of the blocks' outputs, as noted by `seen`; if one gives more than the stream, no block is
+    `forms` are the forms of the blocks' outputs, recorded by `seen`; if one is more than the stream, no block is
     skipped.
     """
 
@@ -510,7 +502,7 @@ class EarlierLayers:
 
     @contextmanager
     def seen(self) -> Generator[None, None, None]:
-        """A run of the pass's prompts inside shows in what form blocks give the stream."""
+        """Record the forms of the blocks' outputs during a run of the pass's prompts inside."""
         home = threading.get_ident()
         forms: dict[int, Form] = {}
 
@@ -527,12 +519,12 @@ class EarlierLayers:
 
     @property
     def may_be_skipped(self) -> bool:
-        """True if every block gives the stream and nothing else."""
+        """Whether every block's output is the stream and nothing else."""
         return len(self.forms) == len(self._blocks)
 
     @contextmanager
     def skipped(self, firsts: Sequence[int]) -> Generator[None, None, None]:
-        """Inside, each copy of the prompts enters a run of this thread at its first block, `firsts`."""
+        """Let each copy of the prompts enter a run of this thread at its first block, `firsts`."""
         with lock_of(self.capture.model), Placing() as placing:
             for number, block in enumerate(self._blocks[: max(firsts)]):
                 entered = [copy for copy, first in enumerate(firsts) if first <= number]
@@ -542,7 +534,7 @@ class EarlierLayers:
     def _some_copies(
         self, number: int, entered: list[int], copies: int, computed: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """A block's output for the copies that have entered; the others have the pass's own stream."""
+        """A block's output for the copies that have entered; the others keep the pass's stream."""
         form = self.forms[number]
         stream = torch.cat([self.capture.resid_pre(number + 1)] * copies).to(form.device)
         if not entered:
@@ -558,7 +550,7 @@ class EarlierLayers:
 
     @contextmanager
     def narrowed(self, last: int, positions: Int[Tensor, "batch query"]) -> Generator[None, None, None]:
-        """Inside, the MLP of the last block that is read computes only the positions that are read, in this thread."""
+        """Let the MLP of the last block that is read compute only the positions that are read, in this thread."""
         mlp = getattr(self._blocks[last], "mlp", None)
         points = self.capture.points.blocks[last]
         is_mixture = bool(points.index or points.weight or points.experts)
@@ -570,8 +562,7 @@ class EarlierLayers:
     def _some_positions(
         self, positions: Int[Tensor, "batch query"], computed: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return an MLP's output at some positions, zero elsewhere; raise if it reads or gives anything but a
-        stream."""
+        """Return an MLP's output at some positions, zero elsewhere; raise if input or output is not just a stream."""
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise UnsupportedModelError("the last MLP is not called with the stream alone.")
         at = positions.repeat(len(x) // len(positions), 1).to(x.device)[..., None]
@@ -581,11 +572,11 @@ class EarlierLayers:
         finally:
             self._positions = None
         if not isinstance(output, Tensor) or output.shape[:2] != at.shape[:2]:
-            raise UnsupportedModelError("the last MLP gives something else than the stream.")
+            raise UnsupportedModelError("the last MLP's output is not just the stream.")
         return output.new_zeros(*x.shape[:2], output.shape[-1]).scatter(1, at.expand_as(output), output)
 
     def entered(self, values: Shaped[Tensor, "copy batch pos *rest"]) -> Shaped[Tensor, "some batch some_pos *rest"]:
-        """What a hook is given now of values for every copy and position: copies that have entered, positions read."""
+        """Select from values for every copy and position those that a hook gets now: entered copies, read positions."""
         if self._entered is not None:
             values = values[self._entered]
         return self.at_positions(values)
@@ -593,7 +584,7 @@ class EarlierLayers:
     def at_positions(
         self, values: Shaped[Tensor, "copy batch pos *rest"]
     ) -> Shaped[Tensor, "copy batch some_pos *rest"]:
-        """Values at the positions that a hook is given now."""
+        """Select values at the positions that a hook gets now."""
         if self._positions is None:
             return values
         index = self._positions.to(values.device)[None].expand(len(values), -1, -1)
@@ -602,10 +593,10 @@ class EarlierLayers:
 
 @contextmanager
 def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, None]:
-    """Inside, attention with hook points in its heads computes the second copy of the prompts only, in this thread.
+    """Let attention with hook points in its heads compute only the second copy of the prompts, in this thread.
 
-    For runs in which hooks replace what heads mix in every copy. The unchanged first copy then shows where attention
-    adds something of its input.
+    For runs in which hooks replace the heads' outputs in every copy. The unchanged first copy then reveals attention
+    that also adds something of its input.
     """
     batch = len(capture.mask)
     rows = torch.arange(batch, 2 * batch, device=capture.mask.device)
@@ -622,7 +613,7 @@ def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, Non
 
 
 def rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
-    """Some rows of every tensor that has `count` of them, in tuples, lists and dictionaries too."""
+    """Return some rows of every tensor with `count` rows, also in tuples, lists and dictionaries."""
     if isinstance(value, Tensor) and value.ndim and len(value) == count:
         return value.index_select(0, rows.to(value.device))
     if type(value) in (tuple, list):
@@ -633,7 +624,7 @@ def rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
 
 
 def replace_forward(placing: Placing, module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let a function of a module's forward and arguments take its place in this thread, until the placing ends."""
+    """Replace a module's forward in this thread by a function of it and its arguments, until the placing ends."""
     home = threading.get_ident()
     computed = module.forward
 

@@ -1,9 +1,9 @@
-"""The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
+"""The frozen pass as one affine map: its tensor, whole or in parts, and its collapses to scores of source tokens.
 
 Only `dense` stores the tensor ``T[query, :, key, :]`` of TensorLens. Contributions push the source tokens as rows; a
-slice pulls the basis vectors of one query. In+Out and target scores pull one row per query, a sum of targets one row
-for all of them; norms pull the basis vectors of a query, `d_model` times dearer, or some random rows. Padded entries
-are zero in every result.
+slice pulls the basis vectors of one query. In+Out and target scores pull one row per query, a sum of targets one row in
+total; norms pull the basis vectors of a query, `d_model` times as expensive, or some random rows. Padded entries are
+zero in every result.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,25 +40,25 @@ from tensorlens_tl.passes.target import (
 )
 
 CAUSAL_PARTS = 16
-"""Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""
+"""Chunks of queries in a causal model: each ends at its last query, so more of them waste less."""
 
 
 @dataclass(frozen=True, repr=False)
 class Collapse:
     """Scores of source tokens for a query, `[batch, query, key]`.
 
-    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `gap`, which is
+    If there is a `total`, ``scores.sum(-1) + bias == total`` up to `gap`, which is
     abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
 
     Attributes:
         scores: `[batch, query, key]`.
-        bias: what no source token explains, `[batch, query]`; None where the collapse is not additive.
+        bias: the part that no source token explains, `[batch, query]`; None if the collapse is not additive.
         total: the model's own number that is explained, `[batch, query]`.
-        gap: how far the sum is from it, `[batch, query]`.
-        stderr: standard error of estimated scores, `[batch, query, key]`.
-        freedom: degrees of freedom of their squares, infinite where exact; `interval` uses them.
-        soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
-        probes: how many random rows each query's estimate took; None for exact scores.
+        gap: the relative difference between sum and total, `[batch, query]`.
+        stderr: the standard error of estimated scores, `[batch, query, key]`.
+        freedom: the degrees of freedom of their squares, infinite for exact scores; used by `interval`.
+        soft_cap: the cap that the model applies to the total of a target afterwards, or None.
+        probes: the number of random rows for each query's estimate; None for exact scores.
     """
 
     scores: Float[Tensor, "batch query key"]
@@ -76,17 +76,17 @@ class Collapse:
         return f"Collapse(batch={batch}, query={query}, key={key}{gap})"
 
     def interval(self, level: Number = 0.95) -> tuple[Tensor, Tensor]:
-        """Where the true score lies with this confidence; the score itself if exact.
+        """Return a confidence interval of the true score; the score itself if it is exact.
 
-        The mean of the squares is taken to be distributed as a χ² of `freedom` degrees (Satterthwaite). At a level of
-        0.95 it covers 91 to 99 % from 4 probes on, at any effective rank of the block; with 2 probes it covers
-        as little as 80 % where that is above one.
+        The mean square is assumed to follow a χ² distribution with `freedom` degrees of freedom (Satterthwaite). At a
+        level of 0.95, coverage is 91 to 99 % from 4 probes on, at any effective rank of the block; with 2 probes it can
+        be as low as 80 % if the effective rank is above one.
 
         Returns:
-            Lower and upper ends, `[batch, query, key]` each.
+            The lower and upper ends, `[batch, query, key]` each.
 
         Raises:
-            InvalidInputError: a level outside (0, 1).
+            InvalidInputError: the level is outside (0, 1).
 
         >>> norms = frozen.operator().norm(probes=64)
         >>> low, high = norms.interval()
@@ -108,7 +108,7 @@ class Collapse:
 
 
 def factors(weights: object, total: Float[Tensor, "batch query"]) -> Float[Tensor, "batch query"]:
-    """Factors of the queries' targets, in the precision of their totals."""
+    """Return the factors of the queries' targets, in the dtype of their totals."""
     if not isinstance(weights, Tensor) or weights.shape != total.shape or not bool(torch.isfinite(weights).all()):
         shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise InvalidInputError(f"weights: {shape}; pass finite numbers {list(total.shape)}, one for each query.")
@@ -120,9 +120,9 @@ class Question:
     """`vectors` to pull, one for each query at `positions`, and the number `total` that the scores must sum to.
 
     Attributes:
-        through: the map from the operator's input to where the vectors live.
+        through: the map from the operator's input to the vectors' place.
         constant: the part of the bias that no map adds.
-        noise: what rounding may leave in the total.
+        noise: possible rounding errors in the total.
         soft_cap: the cap that the model applies to the total afterwards.
         span: the positions that one vector for all queries covers; None where each query has its own position.
     """
@@ -144,7 +144,7 @@ class Question:
         return int(self.positions.min())
 
     def after(self, first: int) -> "Question":
-        """The same in a causal map of the positions from `first` on, which no vector lives before."""
+        """Return the same for a causal map restricted to the positions from `first` on, where all vectors live."""
         span = self.span
         if span is not None:
             span = slice(span.start - first, span.stop - first)
@@ -152,17 +152,17 @@ class Question:
         return replace(self, through=through, positions=(self.positions - first).clamp_min(0), span=span)
 
     def where(self, chunk: slice) -> Queries:
-        """Where the vectors of some queries live."""
+        """Return the positions of some queries' vectors."""
         return self.span or RowPositions(self.positions[:, chunk].T)
 
     def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "Question":
-        """The same, zero at queries that are padding."""
+        """Return the same, zero at queries that are padding."""
         real = torch.take_along_dim(mask, self.positions, dim=1)
         vectors = self.vectors * real[..., None]
         return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
 
     def weighted(self, weights: Float[Tensor, "batch query"]) -> "Question":
-        """The same, times a number for each query."""
+        """Return the same, times a number for each query."""
         return replace(
             self,
             vectors=self.vectors * weights[..., None].to(self.vectors),
@@ -172,7 +172,7 @@ class Question:
         )
 
     def summed(self, mask: Bool[Tensor, "batch pos"], whole: bool) -> "Question":
-        """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
+        """Return the sum as one vector over the span of the queries (`whole`: from the first position on)."""
         real = torch.take_along_dim(mask, self.positions, dim=1)
         first = 0 if whole else int(self.positions.min())
         length = int(self.positions.max()) + 1 - first
@@ -198,9 +198,9 @@ class FrozenOperator:
     Attributes:
         map: the map itself, with `push`, `pull` and `bias`.
         x: the pass's residual stream at its input, `[batch, pos, d_model]`.
-        first, last: the first layer inside, and the first one after.
-        whole: no head or MLP is left out, so that the model's own output is reproduced.
-        reaches_end: whether it ends at the model's own output, with any final norm.
+        first, last: the first layer inside, and the first layer after it.
+        whole: whether it includes every head and MLP, and so reproduces the model's own output.
+        reaches_end: whether it ends at the model's own output, including any final norm.
     """
 
     frozen: Linearisation
@@ -256,21 +256,21 @@ class FrozenOperator:
     # ------------------------------------------------------------------ the map
 
     def push(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """The linear part, T·x."""
+        """Apply the linear part, T·x."""
         return self.map.push(self._fitting(x, "push"))
 
     def pull(self, g: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """The adjoint, Tᵀ·g."""
+        """Apply the adjoint, Tᵀ·g."""
         return self.map.pull(self._fitting(g, "pull"))
 
     def __call__(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
-        """T·x + B. At the pass's own `x` this is the model's own output."""
+        """Compute T·x + B; at the pass's own `x` this is the model's own output."""
         return self.map(self._fitting(x, "the operator"))
 
     def _fitting(self, x: Tensor, name: str) -> Tensor:
         if x.shape[-3:] != self.x.shape:
             raise InvalidInputError(
-                f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as the frozen pass "
+                f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as in the frozen pass "
                 f"([*rows, batch, pos, d_model]), got {list(x.shape)}."
             )
         return x.to(self.x.dtype)
@@ -282,7 +282,7 @@ class FrozenOperator:
 
     @cached_property
     def bias(self) -> Float[Tensor, "batch pos d_model"]:
-        """B: what the operator adds besides its linear part."""
+        """B, the constant part of the operator."""
         return self.map.bias.to(self.x).expand(self.x.shape)
 
     @cached_property
@@ -292,7 +292,7 @@ class FrozenOperator:
 
     @cached_property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
-        """What the operator reproduces: the model's own activation where it is whole, else its own value at `x`."""
+        """The operator's output: the model's own activation if the operator is whole, else its value at `x`."""
         if not self.whole:
             return self(self.x)
         if self.reaches_end:
@@ -301,7 +301,7 @@ class FrozenOperator:
 
     @property
     def end(self) -> str:
-        """Where it ends, in words."""
+        """The end of the operator, in words."""
         return end_of(self.frozen, self.last, self.reaches_end)
 
     # ------------------------------------------------------------------ tensors
@@ -309,15 +309,15 @@ class FrozenOperator:
     def contributions(
         self, query: Query = "all", *, keys: Query = "all", memory: Memory = None
     ) -> Float[Tensor, "batch query key d_model"]:
-        """``T[i,:,j,:]·x_j``: what source token j puts into position i.
+        """Return ``T[i,:,j,:]·x_j``, the contribution of source token j to position i.
 
-        Summed over keys, plus `bias`, they are the model's output at every real token. A causal model's empty triangle
-        is skipped.
+        Summed over keys, plus `bias`, contributions are the model's output at every real token. A causal model's empty
+        triangle is skipped.
 
         Args:
             query: positions, by default all; see `tensorlens_tl.passes.inputs.query_positions`.
-            keys: source tokens (a text stands for all its tokens), by default all; others cost nothing.
-            memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+            keys: source tokens (a text denotes all its tokens), by default all; others cost nothing.
+            memory: the memory that may be allocated beyond the result, as ``"512MB"`` or bytes.
 
         >>> op = frozen.operator()
         >>> torch.allclose(op.contributions().sum(2) + op.bias, frozen.output, atol=1e-4)
@@ -325,14 +325,14 @@ class FrozenOperator:
 
         Raises:
             InvalidInputError: a query or key out of range.
-            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+            SizeError: the result would exceed `algebra.memory.MOST_BYTES`, or one row `memory`.
         """
         positions = self._positions(query)
         sources = chosen_keys(self.frozen.prompt, keys)
         batch, _, width = self.x.shape
         check_size("contributions", (batch, positions.shape[1], len(sources.positions), width), self.x)
         result = self.x.new_zeros(batch, positions.shape[1], len(sources.positions), width)
-        # a row is placed, pushed, and moved into the result: three of them at once
+        # a row is placed, pushed, and copied to the result: three at once
         for rows in self._chunks(len(sources.positions), "contributions", memory, parts=8, streams=3):
             keys_at = sources.positions[rows.start : rows.stop]
             first = keys_at[0] if self.frozen.causal else 0
@@ -350,9 +350,9 @@ class FrozenOperator:
     def slice(
         self, query: Query = -1, *, keys: Query = "all", memory: Memory = None
     ) -> Float[Tensor, "batch d_out key d_in"]:
-        """``T[i,:,j,:]`` for one query i, by default the last, and every key j or some.
+        """Return ``T[i,:,j,:]`` for one query i, by default the last, and all or some keys j.
 
-        Arguments and errors are those of `contributions`.
+        Arguments and errors are as for `contributions`.
         """
         positions = one_query(self.frozen.prompt, query)
         sources = chosen_keys(self.frozen.prompt, keys)
@@ -364,7 +364,7 @@ class FrozenOperator:
         return sources.select(result.mul_(sources.mask[:, None, :, None]), dim=2)
 
     def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
-        """The whole tensor, of small models; raises `SizeError` above `tensorlens_tl.algebra.memory.MOST_BYTES`."""
+        """Return the whole tensor, for small models; raises `SizeError` above `algebra.memory.MOST_BYTES`."""
         batch, pos, width = self.x.shape
         check_size("dense", (batch, pos, width, pos, width), self.x)
         result = self.x.new_zeros(batch, pos, width, pos, width)
@@ -389,25 +389,25 @@ class FrozenOperator:
         keys: Query = "all",
         memory: Memory = None,
     ) -> Collapse:
-        """‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
+        """Return ‖T[i,:,j,:]‖, the Frobenius norm of each token pair's block (TensorLens Eq. 21).
 
         Exact by default: `d_model` rows are pulled per query. With `probes` or `tol` it is estimated from fewer, random
-        rows: the mean of ‖row·T_ij‖² is unbiased for ‖T_ij‖², and `stderr` is the norm's by the delta method. From
-        `d_model` rows on the exact norm is cheaper, and is what this returns.
+        rows: the mean of ‖row·T_ij‖² is unbiased for ‖T_ij‖², and `stderr` is that of the norm by the delta method.
+        From `d_model` rows on, the exact norm is cheaper and is returned instead.
 
         Args:
             query: positions, the last real token by default; see `contributions`.
-            probes: how many random rows.
-            tol: pull as many as it takes until every pair's standard error is at most this share of its norm (pairs
-                below a hundredth of their query's largest aside).
-            rows: ``"gaussian"``, or ``"orthonormal"`` ones, which repeat nothing and vary less.
-            seed: of the probes.
+            probes: the number of random rows.
+            tol: pull rows until every pair's standard error is at most this share of its norm (except for pairs below
+                a hundredth of their query's largest norm).
+            rows: ``"gaussian"``, or ``"orthonormal"`` rows, which are not redundant and vary less.
+            seed: the seed of the probes.
             keys, memory: as in `contributions`.
 
         Raises:
             InvalidInputError: a query or key out of range, fewer than 2 probes, a tolerance that is not positive, or
-                no such rows.
-            SizeError: one row is larger than `memory`.
+                an unknown kind of rows.
+            SizeError: one row exceeds `memory`.
 
         >>> frozen.operator().norm().scores.shape
         torch.Size([1, 1, 7])
@@ -434,14 +434,14 @@ class FrozenOperator:
         return Collapse(scores, stderr=stderr, freedom=freedom, probes=most_rows)
 
     def in_out(self, query: Query = -1, *, bias: str = "apart", memory: Memory = None) -> Collapse:
-        """``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
+        """Return ``x^N_i · T[i,:,j,:] · x^0_j`` (TensorLens Eq. 22), with the operator's own output x^N.
 
         One pull per query. The total is ‖x^N_i‖².
 
         Args:
             query: positions, the last real token by default; see `contributions`.
             bias: ``"apart"`` from the scores, as in the paper, or by ``"position"`` (ours): each bias of the model
-                counts for the position it is added at, b_V for the source token.
+                is assigned to the position where it is added, b_V to the source token.
             memory: as in `contributions`.
 
         Returns:
@@ -452,7 +452,7 @@ class FrozenOperator:
         True
 
         Raises:
-            InvalidInputError: a query out of range, or no such way with biases.
+            InvalidInputError: a query out of range, or an unknown value of `bias`.
         """
         positions = self._positions(query)
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
@@ -474,7 +474,7 @@ class FrozenOperator:
         keys: Query = "all",
         memory: Memory = None,
     ) -> Collapse:
-        """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
+        """Return the effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or a direction.
 
         One pull per query. The total is the model's logit before any soft cap; b_U is part of the bias. On a masked
         language model the target is first pulled through the prediction head, frozen at this input.
@@ -489,16 +489,16 @@ class FrozenOperator:
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
             bias: as in `in_out`; b_U stays apart.
-            summed: one row of scores instead of one per query: what the source tokens give to the sum of all the
-                queries' targets, by one pull of a vector that lives at all of them.
-            weights: what each query's target is multiplied by, `[batch, query]`; None for 1. Scores, bias and total
-                have the factor.
-            keys: source tokens, counted as queries are (a text stands for all its tokens), every one by default. In a
-                causal model those before them and before the first query cost nothing.
+            summed: return one row of scores instead of one per query: the effect on the sum of all queries' targets,
+                by a single pull of a vector that lives at all of them.
+            weights: factors of the queries' targets, `[batch, query]`, which apply to scores, bias and total; None for
+                1.
+            keys: source tokens, denoted as queries are (a text denotes all its tokens), by default all. In a causal
+                model, tokens before these and before the first query cost nothing.
             memory: as in `contributions`.
 
         Returns:
-            Scores `[batch, query, key]` with bias, total and gap; of some keys the scores alone.
+            Scores `[batch, query, key]` with bias, total and gap; for some of the keys, only the scores.
 
         >>> collapse = frozen.operator().target(" value")
         >>> torch.allclose(collapse.scores.sum(-1) + collapse.bias, collapse.total, atol=1e-4)
@@ -506,8 +506,8 @@ class FrozenOperator:
 
         Raises:
             InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary,
-                a wrong shape (weights too), or no such way with biases.
-            UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+                a wrong shape (weights too), or an unknown value of `bias`.
+            UnsupportedModelError: the target is a token, but the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions = self._positions(query)
         place_bias = places_bias(bias)
@@ -525,7 +525,7 @@ class FrozenOperator:
         query: Query = -1,
         direction: Float[Tensor, "..."] | None = None,
     ) -> Float[Tensor, "batch query"]:
-        """The numbers that `target` explains, without a pull.
+        """Return the numbers that `target` explains, without a pull.
 
         Args:
             target, minus, query, direction: as in `target`.
@@ -552,10 +552,10 @@ class FrozenOperator:
         direction: Float[Tensor, "..."] | None = None,
         memory: Memory = None,
     ) -> Float[Tensor, "batch query pos d_model"]:
-        """The frozen model's gradient of a logit with respect to the stream at the operator's input: Tᵀ·g, one pull.
+        """Return the frozen model's gradient of a logit with respect to the operator's input: Tᵀ·g, one pull.
 
-        The frozen model is affine, so this is no approximation: adding a vector v to the stream at a position changes
-        the target's number (before a final soft cap) by ⟨gradient at that position, v⟩ for a v of any size.
+        The frozen model is affine, so this is exact: adding a vector v of any size to the stream at a position changes
+        the target's number (before a final soft cap) by ⟨gradient at that position, v⟩.
 
         Args:
             target, minus, query, direction: as in `target`.
@@ -566,7 +566,7 @@ class FrozenOperator:
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `target`.
-            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+            SizeError: the result would exceed `algebra.memory.MOST_BYTES`, or one row `memory`.
         """
         positions = self._positions(query)
         resolved, through = self._resolved(target, minus, direction, positions)
@@ -588,11 +588,11 @@ class FrozenOperator:
     def _resolved(
         self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
     ) -> tuple[Target, AffineMap]:
-        """The target after its checks, and the map from the operator's input to where the target is read."""
+        """The checked target, and the map from the operator's input to the place where the target is read."""
         if direction is None and not self.reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
-                "with their final norm."
+                "including the final norm."
             )
         resolved = resolve_target(self.frozen, target, minus, direction, positions)
         if not resolved.of_tokens:
@@ -603,7 +603,7 @@ class FrozenOperator:
     def _question(
         self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
     ) -> Question:
-        """What `target` asks, one vector for each query."""
+        """The vectors and numbers for `target`, one vector for each query."""
         resolved, through = self._resolved(target, minus, direction, positions)
         soft_cap = None
         if resolved.of_tokens:
@@ -628,7 +628,7 @@ class FrozenOperator:
         summed: bool = False,
         sources: Keys | None = None,
     ) -> Collapse:
-        """Pull one vector per query, or their sum, and dot with the source tokens."""
+        """Pull one vector per query, or their sum, and take dot products with the source tokens."""
         question = question.at_real_tokens(self.frozen.mask)
         if summed:
             question = question.summed(self.frozen.mask, whole=self.frozen.sides is not None)
@@ -649,7 +649,7 @@ class FrozenOperator:
     def _scores_of(
         self, question: Question, place_bias: bool, memory: Memory, sources: Keys
     ) -> Float[Tensor, "batch query key"]:
-        """Scores of some source tokens, without what comes before them and before the first query."""
+        """Scores of some source tokens, skipping positions before these and before the first query."""
         first = 0
         if self.frozen.causal:
             first = min(sources.positions[0], question.first)
@@ -686,14 +686,14 @@ class FrozenOperator:
     def _noise(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"], unembedded: bool
     ) -> Float[Tensor, "batch query"]:
-        """What rounding may leave in the products of the model's last states and these vectors."""
+        """Possible rounding errors in the products of the model's last states and these vectors."""
         noise = self.frozen.noise(unembedded)
         if noise is None:
             return torch.zeros_like(vectors[..., 0])
         return vectors.norm(dim=-1) * noise.gather(1, positions)
 
     def _causal_parts(self, positions: Int[Tensor, "batch query"]) -> int:
-        """The least number of chunks of queries; those that are close together gain little from being cut apart."""
+        """The minimal number of chunks of queries; for queries that are close together, chunks save little."""
         if not self.frozen.causal:
             return 1
         spread = (int(positions.max()) - int(positions.min()) + 1) / self.x.shape[1]
@@ -707,7 +707,7 @@ class FrozenOperator:
         generator: torch.Generator | None = None,
         **probes: Any,
     ) -> Estimate:
-        """Return norms at one position per prompt, from random rows, or exact where basis vectors are cheaper."""
+        """Norms at one position per prompt, from random rows, or exact if basis vectors are cheaper."""
         batch, _, width = self.x.shape
         if generator is not None:
             per_row = batch * len(sources.positions) * width * upcast(self.x[:0]).element_size()
@@ -746,7 +746,7 @@ class FrozenOperator:
         sources: list[int] | None = None,
         biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
-        """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
+        """Pull vectors from their queries to the source tokens: to the first `live` of them, as far as they reach."""
         vectors = vectors.to(self.x.dtype)
         length = self.x.shape[1]
         return through.pull_between(vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
@@ -755,7 +755,7 @@ class FrozenOperator:
         return query_positions(self.frozen.prompt, query)
 
     def _masked(self, result: Tensor, positions: Int[Tensor, "batch query"], sources: Keys) -> Tensor:
-        """Zero at padding, in place."""
+        """Set padding to zero, in place."""
         pairs = torch.take_along_dim(self.frozen.mask, positions, dim=1)[:, :, None] & sources.mask[:, None, :]
         if bool(pairs.all()):
             return result
@@ -764,7 +764,7 @@ class FrozenOperator:
     def _basis_rows(
         self, positions: Int[Tensor, "batch"], sources: Keys, what: str, memory: Memory
     ) -> Iterator[tuple[range, Float[Tensor, "row batch live d_in"]]]:
-        """Basis vectors at one position per prompt, pulled."""
+        """Pulled basis vectors at one position per prompt."""
         batch, _, width = self.x.shape
         for rows in self._chunks(width, what, memory):
             basis = self.x.new_zeros(len(rows), width)
@@ -775,11 +775,11 @@ class FrozenOperator:
     def _chunks(
         self, rows: int, what: str, memory: Memory = None, *, parts: int = 1, streams: int = 0
     ) -> Iterator[range]:
-        """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
+        """Ranges of rows that fit the bound, which also covers `streams` copies of the residual stream."""
         self.frozen.check_fresh()
         stream = self.x.numel() * self.x.element_size()
         if memory is None and self.frozen.view.any_offloaded:
-            # rows are held as vectors and cut into chunks inside each block: one sweep over the weights for all of them
+            # rows are stored as vectors and cut into chunks inside each block: one sweep over the weights for all
             return chunks(rows, (4 + streams) * stream, memory, what)
         per_row = self.frozen.row_bytes + streams * stream
         return chunks(rows, per_row, memory, what, parts)

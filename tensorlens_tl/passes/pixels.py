@@ -1,12 +1,12 @@
-"""Down to the pixels: the patch embedding is affine, so an operator's scores of patches are sums over their pixels.
+"""Scores of pixels: the patch embedding is affine, so an operator's scores of patches are sums over their pixels.
 
-A logit is ``Σ scores of pixels + bias``, where the bias holds all that no pixel brings: the CLS token, position
-embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``, pulled on
-through the patch embedding; where patches overlap, a pixel has a share of each. (Ours; the collapse of TensorLens, Eq.
-24, with one more linear map before it.)
+A logit is ``Σ scores of pixels + bias``, where the bias comprises everything that does not come from a pixel: the CLS
+token, position embeddings, the convolution's bias, and the biases of the model. A pixel's score is ``pixel · (Tᵀ g)``,
+pulled through the patch embedding too; if patches overlap, the pixel sums its shares of each. (Ours; the collapse of
+TensorLens, Eq. 24, with one more linear map before it.)
 
-The change of a logit between two images is the same sum over the changes of their pixels. What two models' patch
-embeddings make otherwise of the mean image is no pixel's, and part of the bias.
+The change of a logit between two images is the same sum over the changes of their pixels. The difference of two models'
+patch embeddings, at the mean image, is part of the bias.
 """
 
 from dataclasses import dataclass, replace
@@ -28,13 +28,13 @@ from tensorlens_tl.passes.target import resolve_target
 
 @dataclass(frozen=True, eq=False)
 class PatchEmbedding:
-    """The embedding of an image's (or a spectrogram's) patches as an affine map, proved on one pass.
+    """The embedding of an image's (or a spectrogram's) patches as an affine map, verified on one pass.
 
     Attributes:
-        weights: of the convolution, and what is added to every image.
+        weights: those of the convolution, and the constants added to every image.
         x: the model's own input in the pass.
-        special: how many positions come before the first patch.
-        error: largest relative error of any position against the model's own stream.
+        special: the number of positions before the first patch.
+        error: the largest relative error of any position against the model's own stream.
     """
 
     weights: PatchWeights
@@ -48,40 +48,40 @@ class PatchEmbedding:
 
     @property
     def weight(self) -> Float[Tensor, "d_model pixel"]:
-        """What each pixel of a patch writes: its columns go through channels, rows and columns of the patch."""
+        """The weight of each pixel of a patch; its columns run over channels, rows and columns of the patch."""
         return self.weights.weight
 
     @property
     def bias(self) -> Float[Tensor, "pos d_model"]:
-        """What the stream holds for every image: special tokens, position embeddings, the convolution's bias."""
+        """The constant part of the stream: special tokens, position embeddings, the convolution's bias."""
         bias = self.weights.constant.clone()
         if self.weights.bias is not None:
             bias[self.special :] += self.weights.bias
         return bias
 
     def push(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch pos d_model"]:
-        """The linear part, from pixels to the stream."""
+        """Apply the linear part, from pixels to the stream."""
         patches = self.weights.columns(x) @ self.weight.T
         return torch.cat([patches.new_zeros(len(x), self.special, patches.shape[-1]), patches], dim=1)
 
     def __call__(self, x: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch pos d_model"]:
-        """The stream that enters the first block, of images of the pass's size."""
+        """Return the stream that enters the first block, for images of the pass's size."""
         return self.push(x) + self.bias
 
     def pull(self, g: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "..."]:
-        """The adjoint of `push`: vectors at positions as numbers at pixels, `[*rows, *input]`."""
+        """Apply the adjoint of `push`, from vectors at positions to numbers at pixels, `[*rows, *input]`."""
         return self.weights.onto_input(g[..., self.special :, :] @ self.weight, self.x)
 
 
 @checked_names
 def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
-    """The patch embedding of a vision transformer or an audio spectrogram transformer, read from its convolution.
+    """Return the patch embedding of a vision or audio spectrogram transformer, read from its convolution.
 
     Args:
-        frozen: a pass of it.
+        frozen: a pass of the model.
 
     Raises:
-        InvalidInputError: no frozen pass, or a difference, whose two runs have one each.
+        InvalidInputError: not a frozen pass, or a difference, whose two runs have one each.
         UnsupportedModelError: the model embeds no patches, or they do not give the stream that enters its first block.
     """
     check_linearisation(frozen)
@@ -90,8 +90,8 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
     weights = frozen.view.patches
     if weights is None:
         raise UnsupportedModelError(
-            f"patch_embedding: {frozen.view.description} has no patch embedding that is read (one convolution, and "
-            "position embeddings)."
+            f"patch_embedding: {frozen.view.description} has no patch embedding of a supported form (one convolution, "
+            "and position embeddings)."
         )
     frozen.check_fresh()
     x = frozen.prompt.kwargs["input"]
@@ -101,14 +101,14 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
         error = relative_error(embedding(x), frozen.resid_pre(0), frozen.mask)
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
-            f"patch_embedding: what enters the first block of this {frozen.view.description} is not its patches times "
+            f"patch_embedding: the input of the first block of this {frozen.view.description} is not its patches times "
             f"the convolution's weights plus constants (relative error {error:.1e}, allowed {frozen.tolerance:.0e})."
         )
     return replace(embedding, error=error)
 
 
 def _pixels_and_rest(frozen: Linearisation) -> tuple[PatchEmbedding, Float[Tensor, "*batch pos d_model"]]:
-    """What takes pixels, or their change, to the stream, and what the stream holds, or changes by, besides."""
+    """Return the map from pixels (or their change) to the stream, and the rest of the stream (or of its change)."""
     first, *others = map(patch_embedding, frozen.runs)
     if not others:
         return first, first.bias
@@ -122,15 +122,15 @@ def _pixels_and_rest(frozen: Linearisation) -> tuple[PatchEmbedding, Float[Tenso
 
 @dataclass(frozen=True, eq=False)
 class PixelScores:
-    """What every pixel, or the change of every pixel, gives to a logit or a direction, or its change.
+    """The contribution of every pixel to a logit or a direction, or of every pixel's change to its change.
 
     Attributes:
         scores: `[batch, query, *input]`: channel, row and column of an image; time and mel bin of a spectrogram.
-        bias: what no pixel brings, `[batch, query]`.
-        total: what scores and bias sum to.
-        gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
+        bias: the part that does not come from pixels, `[batch, query]`.
+        total: the sum of scores and bias.
+        gap: the measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
         queries: the positions of the predictions.
-        target: what the scores explain, in words.
+        target: the explained number, in words.
     """
 
     scores: Float[Tensor, "batch query ..."]
@@ -157,14 +157,14 @@ def pixel_scores(
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> PixelScores:
-    """The effect of every pixel on one logit of a class, a difference of two, or any direction; exact.
+    """Return the exact effect of every pixel on the logit of a class, a logit difference, or any direction.
 
     Args:
-        frozen: a pass of a vision transformer or an audio spectrogram transformer, or the difference of two: then what
-            the change of every pixel gives to the change of the logit, and pixels that are the same give 0.
+        frozen: a pass of a vision transformer or an audio spectrogram transformer, or the difference of two: then
+            scores are the effects of pixels' changes on the change of the logit, 0 for unchanged pixels.
         target, minus, query, direction: as in `FrozenOperator.target`.
         rule: the rule for MLPs.
-        memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+        memory: the memory that may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError, UnsupportedModelError: see `patch_embedding` and `FrozenOperator.target`.

@@ -1,10 +1,10 @@
-"""Proofs: do the weights, as they are read, reproduce what the model does?
+"""Verification: do the weights, as they were read, reproduce what the model computes?
 
-Every block is composed from its weights in each way that its norms allow; the one that reproduces the block's own
-output on its own input is its layout. A block that no layout reproduces raises an error with the first component that
-differs. A proof may look at a few positions of each prompt instead of all, and also compares what heads, neurons and
-sublayers compute and write. Products whose result the model shows are compared without computing them. What follows
-the last block is proved the same way.
+Every block is composed from its weights in each way that its norms allow; the one that reproduces the block's output
+from its input is its layout. If none does, an error names the first component that differs. A proof may use a few
+positions of each prompt instead of all, and also compares heads, neurons and the outputs of sublayers. Products with a
+hook point for their result are verified without computing them. The maps after the last block are verified in the same
+way.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,21 +32,20 @@ from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 
 POSITIONS = 8
-"""Queries of each prompt at which a sampled proof looks."""
+"""The number of queries of each prompt in a sampled proof."""
 
 
 # ------------------------------------------------------------------
-# Proofs at a few positions: which ones, and a block's attention there.
+# Proofs at a few positions: their choice, and a block's attention there.
 #
-# A query's output needs what all its keys hold, and of everything else only what happens at the query itself. Values
-# are linear, so each head of a sampled query mixes what attention reads before W_V is applied, Σ_j A_qj (x_j W_V) =
-# (Σ_j A_qj x_j) W_V: no matrix is applied to every token. Half precision, and queries so many that this would take more
-# products, compute the values of every token.
+# A query's output depends on the values at all its keys, and otherwise only on the query's own position. Values are
+# linear, so each head of a sampled query mixes the input of attention before W_V is applied, Σ_j A_qj (x_j W_V) =
+# (Σ_j A_qj x_j) W_V: no matrix is applied to every token. In half precision, or with so many queries that this takes
+# more products, the values of every token are computed.
 
 
 def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -> Int[Tensor, "batch query"]:
-    """Return each prompt's last real token and random others, ascending, the same for the same mask; repeats fill
-    rows."""
+    """Return each prompt's last real token and random others, ascending, fixed by the mask; repeats fill rows."""
     real = mask.cpu()
     numbers = torch.arange(real.shape[1])
     last = (real * (numbers + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
@@ -57,10 +56,10 @@ def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -
 
 
 def can_be_sampled(view: ModelView, layer: int) -> bool:
-    """True if a block can be evaluated at some positions.
+    """Return whether a block can be evaluated at some positions only.
 
-    Not so with whitening and other mixers, which pass on from token to token, in an encoder–decoder, and with shared
-    values.
+    It cannot with whitening and other mixers, which carry a state from token to token, in an encoder–decoder, and with
+    shared values.
     """
     block = view.blocks[layer]
     if block.reads_embedding:
@@ -72,16 +71,16 @@ def can_be_sampled(view: ModelView, layer: int) -> bool:
 def attention_at(
     maps: BlockMaps, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
 ) -> tuple[Float[Tensor, "batch query width"], Diagonal]:
-    """Return what a block's heads gather at some positions, and the map to what attention writes there."""
+    """Return the mixed values of a block's heads at some positions, and the map to attention's output there."""
     x = maps.capture.resid_pre(layer)
     if layout.attn.before is not None:
         x = maps.norm(layer, layout.attn.before)(x)
     values, mixing, out = maps.attention(layer).stages
     assert isinstance(mixing, AnyAttention)
     mixed = _mixed(values, mixing, x, positions)
-    # one position per row, as what follows the mixing may hold a factor for each position
+    # one position per row, as the maps after the mixing may have a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
-    return mixed, Diagonal(torch.zeros_like(attended), attended)  # a constant: it ignores what it reads
+    return mixed, Diagonal(torch.zeros_like(attended), attended)  # a constant: it ignores its input
 
 
 def _mixed(
@@ -90,7 +89,7 @@ def _mixed(
     x: Float[Tensor, "batch key d_model"],
     positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query width"]:
-    """What the heads gather at some positions."""
+    """Return the mixed values of the heads at some positions."""
     exact = x.dtype in (torch.float32, torch.float64)
     if not exact or not isinstance(values, Linear) or values.weight.dtype != x.dtype:
         return mixing.at_queries(values(x), positions)
@@ -109,21 +108,20 @@ def _mixed(
 
 
 # ------------------------------------------------------------------
-# What the sublayers of a block hold and write, compared with the model at the hook points that show it.
+# The heads, neurons and outputs of a block's sublayers, compared with the model at hook points.
 #
-# A block's output is the residual stream plus what its sublayers write to it. Measured against the whole stream, a head
-# or a few neurons can go unnoticed: in half precision, or beside one large channel. So the proof of a block also
-# compares what each head gathers, what each neuron computes and what each sublayer writes, every one against its own
-# size.
+# A block's output is the residual stream plus the outputs of its sublayers. Relative to the whole stream, errors in a
+# head or a few neurons can go unnoticed, in half precision or next to one large channel. So the proof of a block also
+# compares each head's mixed values, each neuron and each sublayer's output, relative to their own size.
 
 
 @dataclass
 class SeenWrites:
-    """What the model showed at `ModelPoints.proved`, stored until its blocks are proved.
+    """The model's activations at `ModelPoints.proved`, stored until their blocks are verified.
 
     Attributes:
-        at: the positions `[batch, query]` of points whose blocks are proved at some positions only.
-        store: ``"cpu"`` moves them off the model's device.
+        at: the positions `[batch, query]` for points of blocks that are verified at some positions only.
+        store: ``"cpu"`` moves them to the CPU's memory.
         tensors: by name, `[batch, pos, width]`.
     """
 
@@ -137,7 +135,7 @@ class SeenWrites:
     def of(
         cls, view: ModelView, points: ModelPoints, batch: int, positions: Int[Tensor, "batch query"] | None, store: str
     ) -> "SeenWrites":
-        """What a whole proof looks at, or (`positions`) one at some positions, of the blocks that can be proved so."""
+        """Prepare to store activations for a full proof, or at some `positions` of the blocks that can be sampled."""
         at: dict[str, Tensor] = {}
         if positions is not None:
             for layer, block in enumerate(points.blocks):
@@ -146,7 +144,7 @@ class SeenWrites:
         return cls(frozenset(points.proved), batch, at, store)
 
     def see(self, name: str, activation: Tensor) -> None:
-        """Store what one hook point shows."""
+        """Store the activation at one hook point."""
         by_token = activation.reshape(self.batch, -1, _width(activation))
         if name in self.at:
             positions = self.at[name].to(by_token.device)
@@ -155,14 +153,14 @@ class SeenWrites:
 
 
 def _width(activation: Tensor) -> int:
-    """Numbers of a token: everything after batch and position, which some classes flatten into one axis."""
+    """Return the numbers per token: the axes after batch and position, which some classes flatten into one."""
     if activation.ndim == 2:
         return activation.shape[-1]
     return activation[0, 0].numel()
 
 
 class WriteError(NamedTuple):
-    """How far one hook point is from the map, and which of its units is furthest."""
+    """The difference of one hook point from the map, and its unit with the largest difference."""
 
     point: str
     error: float
@@ -170,21 +168,21 @@ class WriteError(NamedTuple):
 
 
 class BlockErrors(NamedTuple):
-    """How far a block's map is from the model: at the block's output, and at the hook points inside."""
+    """The errors of a block's map: at the block's output, and at hook points inside."""
 
     output: float
     writes: list[WriteError]
 
     def first_above(self, tolerance: float) -> WriteError | None:
-        """The first hook point, in the order of the pass, that differs by more."""
+        """Return the first hook point, in the order of the pass, with an error above the tolerance."""
         return next((write for write in self.writes if not write.error <= tolerance), None)
 
 
 def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Tensor]) -> BlockParts:
-    """Return a block's parts, noting in `seen` what its map computes, multiplied by its entry of `factors` first.
+    """Return a block's parts with taps that record intermediate results in `seen`, after multiplying by `factors`.
 
-    ``"heads"``, ``"hidden"`` and ``"crossing"`` are what heads, an MLP and cross-attention hold inside, ``"attention"``
-    and ``"mlp"`` what sublayers write.
+    ``"heads"``, ``"hidden"`` and ``"crossing"`` are inside heads, the MLP and cross-attention, ``"attention"`` and
+    ``"mlp"`` at the outputs of sublayers.
     """
 
     def tap(name: str) -> AffineMap:
@@ -202,7 +200,7 @@ def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Ten
 
 
 def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: AffineMap, end: AffineMap) -> Chain:
-    """A sublayer with taps after its first stage of a kind, if it has one, and at its end."""
+    """Return a sublayer with taps after its first stage of the given kind, if there is one, and at its end."""
     stages = list(sublayer.stages) if isinstance(sublayer, Chain) else [sublayer]
     matches = [number for number, stage in enumerate(stages) if isinstance(stage, kind)]
     if matches and matches[0] < len(stages) - 1:
@@ -218,15 +216,15 @@ def write_errors(
     noted: Mapping[str, Tensor],
     rounded: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[WriteError]:
-    """Return how far a block's hook points are from what its map computes, in the order of the pass.
+    """Return the errors of a block's map at its hook points, in the order of the pass.
 
-    `seen` is what the model showed, `noted` what the map noted; how far `rounded` is from `noted` does not count.
+    `seen` has the model's activations, `noted` the map's; the difference of `rounded` from `noted` is not counted.
     """
     return list(_Comparison(maps, layer, layout, seen, noted, rounded).errors())
 
 
 class _Comparison:
-    """One block's hook points beside what its map computes there."""
+    """The comparison of one block's hook points with the results of its map."""
 
     def __init__(
         self,
@@ -252,7 +250,7 @@ class _Comparison:
         self.rounding = torch.finfo(self.stream.dtype).eps
 
     def errors(self) -> Iterator[WriteError]:
-        """In the order of the pass."""
+        """Yield the errors in the order of the pass."""
         points = self.points
         noted = self.noted
         if self._is_shown(points.z):
@@ -274,7 +272,7 @@ class _Comparison:
             yield self._added(noted["output"])
 
     def _merged(self, noted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the map computes where self- and cross-attention give one output together."""
+        """The map's results if self- and cross-attention have a joint output."""
         crossing = noted["crossing"][:, self.side]
         written = noted["attention"] + crossing @ self.block.attention.W_O
         return {**noted, "heads": noted["heads"] + crossing, "attention": written}
@@ -283,25 +281,24 @@ class _Comparison:
         return point in self.seen
 
     def _by_token(self, x: Float[Tensor, "batch pos *d"]) -> Float[Tensor, "token *d"]:
-        """The vectors of all tokens, in float32 at least; errors of padding are left out once they are numbers."""
+        """The vectors of all tokens, in float32 at least; padding is only removed from the resulting errors."""
         return upcast(x.to(self.stream.device).flatten(0, 1))
 
     def _at_real(self, numbers: Float[Tensor, "token *unit"]) -> Float[Tensor, "real *unit"]:
-        """Those of real tokens."""
+        """The numbers of real tokens."""
         return numbers if self.real is None else numbers[self.real]
 
     @cached_property
     def _stream_size(self) -> Float[Tensor, "token d"]:
-        """The size of every number of the stream that the block reads."""
+        """The size of every number of the block's input stream."""
         return self._by_token(self.stream).abs()
 
     def _lost(
         self, sizes: Callable[[Mapping[str, Tensor]], Float[Tensor, "token *unit"]]
     ) -> Float[Tensor, "token *unit"] | float:
-        """Return how much of an error is rounding: twice the deviation, `sizes`, of what is computed with other
-        rounding.
+        """The part of an error due to rounding: twice the deviation, `sizes`, of results with different rounding.
 
-        Never more than the tolerance: what is zero in the model or in the map alone is an error, however it rounds.
+        At most the tolerance: a value that is zero only in the model, or only in the map, is an error in any case.
         """
         if not self.rounded:
             return 0.0
@@ -323,7 +320,7 @@ class _Comparison:
         return _worst(point, "head", errors)
 
     def _head_writes(self, point: str) -> WriteError:
-        """What each head writes; TransformerLens shows it before the block's factor (3.9, Falcon-H1) or after it."""
+        """The error of each head's output, which is shown before the block's factor (3.9, Falcon-H1) or after it."""
         weights = self.block.attention
         by_head = rearrange(weights.W_O, "(h e) d -> h e d", h=weights.heads)
         gathered = rearrange(self.noted["heads"], "b p (h e) -> b p h e", h=weights.heads)
@@ -336,18 +333,18 @@ class _Comparison:
     def _neurons(self, post: str) -> WriteError:
         """Compare an MLP's hidden vector with the captured pre-activation times its activation ratio.
 
-        A pre-activation rounds like an average one, and reaches a neuron by its ratio. An activation may round relative
-        to its argument, however small its value (GELU by tanh adds 1 to a number near −1). Subnormal numbers may be
-        flushed to zero.
+        The rounding of a pre-activation is that of a typical one, times the ratio. An activation's rounding may be
+        relative to its argument, however small its value (tanh-GELU adds 1 to a number near −1). Subnormal numbers may
+        be flushed to zero.
         """
         expected = self._by_token(self.seen[post])
         hidden = self._by_token(self.noted["hidden"])
         held = self.maps.mlp_coefficients(self.layer)
-        assert held is not None  # it has neurons
+        assert held is not None  # there are neurons
         linear = self._by_token(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
         argument = typical
-        if self.points.pre_linear is None:  # a gate is read by its own function, which rounds alike
+        if self.points.pre_linear is None:  # a gate is computed by the same function, with equal rounding
             argument = torch.maximum(linear.abs(), typical)
         lost = torch.clamp(self.rounding * argument, min=torch.finfo(typical.dtype).tiny)
         sizes = (self._by_token(held.through).abs() * typical).add_(expected.abs())
@@ -357,7 +354,7 @@ class _Comparison:
         return _worst(post, "neuron", errors, self.real)
 
     def _write(self, point: str, name: str, place: Place, factor: float) -> WriteError:
-        """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
+        """The error of a sublayer's output, relative to its size, without what is lost in the stream's own rounding."""
         ours = self.noted[name]
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
@@ -376,7 +373,7 @@ class _Comparison:
         return WriteError(point, _largest(errors[best] - self._lost(off)))
 
     def _shown_additions(self, point: str, factor: float) -> Iterator[Float[Tensor, "batch pos d"]]:
-        """What hooks added to a write: at its own point, and at its module's where the block's factor comes after."""
+        """Additions by hooks to an output: at its own point, and at its module's if the block's factor comes after."""
         place = "attention" if point == self.points.attention_write else "mlp"
         for other, vectors in self.maps.capture.additions.of(self.layer).items():
             if other.name == point:
@@ -385,8 +382,7 @@ class _Comparison:
                 yield vectors * factor
 
     def _added(self, output: Tensor) -> WriteError:
-        """Return the output's error relative to what the block adds; something may stand between hook points and
-        stream."""
+        """The output's error relative to what the block adds; there may be maps between hook points and stream."""
         before = self._by_token(self.stream)
         after = self._by_token(self.maps.capture.resid_post(self.layer)[:, self.side])
         composed = self._by_token(output[:, self.side])
@@ -402,16 +398,16 @@ class _Comparison:
     def _beyond(
         self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
     ) -> Float[Tensor, "real"]:
-        """Return how much of a difference, which is overwritten, is not rounding, relative to each token's write."""
+        """The part of a difference, which is overwritten, that is not rounding, relative to each token's output."""
         beyond = self._at_real(difference.abs_().sub_(rounding).clamp_min_(0).norm(dim=-1))
         sizes = self._at_real(write.norm(dim=-1))
         scanned = (self.block.mixer is not None and not self.block.parts.is_mlp_alone) or self.block.has_beside
         if scanned and len(sizes):
-            sizes = sizes + sizes.median()  # the terms of a scan may cancel at a token; their rounding does not
+            sizes = sizes + sizes.median()  # terms of a scan may cancel at a token, but not their rounding
         return beyond / _positive(sizes)
 
     def _as_shown(self, write: Tensor, place: Place, factor: float) -> Iterator[Tensor]:
-        """A write in each form that some class shows: plain, before the block's factor, after its norm or the sum's."""
+        """An output in each form that classes show: plain, before the block's factor, after its norm or the sum's."""
         yield write
         if factor != 1:
             yield write / factor
@@ -428,7 +424,7 @@ def _largest(errors: Float[Tensor, "token"]) -> float:
 def _worst(
     point: str, what: str, errors: Float[Tensor, "token unit"], real: Bool[Tensor, "token"] | None = None
 ) -> WriteError:
-    """The unit of largest error; of real tokens, where some are padding."""
+    """Return the unit with the largest error, among real tokens if there is padding."""
     by_token = errors.amax(-1) if errors.numel() else errors.new_zeros(0)
     if real is not None:
         by_token = by_token.where(real, 0.0)
@@ -443,35 +439,35 @@ def _positive(sizes: Tensor) -> Tensor:
 
 
 COLUMNS = 8
-"""Random vectors that every difference is projected on."""
+"""The number of random vectors that every difference is projected onto."""
 
 SHARE = 0.1
-"""The part of the tolerance that an estimate may reach."""
+"""The share of the tolerance that an estimate may reach."""
 
 
 # ------------------------------------------------------------------
-# Whole proofs without the products whose result the model shows: these are compared by random projections.
+# Full proofs by random projections, without the products whose result the model shows.
 #
-# Of a plain block, what attention and MLP write is shown at hook points, and so is what W_O and W_out multiply. Heads
-# and neurons are computed at every token, each compared against its own size, and the shown writes have to make up the
-# block's output. What remains is h·W + b = w at every token, with h, W and w known. For a Gaussian matrix R of k
-# columns, ‖(h·W + b − w)·R‖ / √k estimates the norm of the difference, and h·(W·R) costs k products where h·W costs
-# d_model (Freivalds 1977 does so for whole numbers).
+# In a plain block, hook points show the outputs of attention and MLP, and the inputs of W_O and W_out. Heads and
+# neurons are computed at every token and compared relative to their own size, and the shown outputs must add up to the
+# block's output. It remains to check h·W + b = w at every token, with h, W and w known. For a Gaussian matrix R with k
+# columns, ‖(h·W + b − w)·R‖ / √k estimates the norm of the difference, and h·(W·R) costs k products instead of d_model
+# (Freivalds 1977 does this for integers).
 #
-# This only ever accepts: a block passes here if every comparison is within the tolerance, and every estimate within a
-# tenth of it. Any other block is composed and compared in full. A difference above the tolerance is taken for less than
-# a tenth of it with the probability that χ² of k = 8 degrees of freedom is below 8/100, which is 1e-7.
+# This test only accepts: a block passes if every comparison is within the tolerance, and every estimate within a tenth
+# of it. Any other block is composed and compared in full. The probability that a difference above the tolerance is
+# estimated at less than a tenth is that of χ² with k = 8 degrees of freedom being below 8/100, which is 1e-7.
 
 
 class ShownProduct(NamedTuple):
-    """A product h·W + b (`out`), and what the model shows of it at a hook point, `[batch, pos, d_model]`."""
+    """A product h·W + b (`out`), and the model's result at a hook point, `[batch, pos, d_model]`."""
 
     point: str
     out: Linear
     shown: Float[Tensor, "batch pos d_model"]
 
     def missed(self, reads: Float[Tensor, "batch pos d_in"]) -> Float[Tensor, "batch pos"]:
-        """Estimated norms of h·W + b − w."""
+        """Return estimated norms of h·W + b − w."""
         random = _projections(self.shown.shape[-1], self.shown.dtype, self.shown.device)
         projected = linear(random, self.out.weight)  # several times as fast as weight @ random.T
         ours = linear(reads, projected)
@@ -482,15 +478,15 @@ class ShownProduct(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _projections(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "row width"]:
-    """R, its columns as rows: scaled so that projected vectors have the norms of the vectors in the mean of squares."""
+    """Return Rᵀ, scaled so that projection preserves the mean square of norms."""
     drawn = torch.randn(COLUMNS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (drawn / COLUMNS**0.5).to(device, dtype)
 
 
 def projected_errors(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> BlockErrors | None:
-    """Return the errors of a block that is proved by projections, None for one that has to be composed.
+    """Return the errors of a block that is verified by projections, None for one that has to be composed.
 
-    `seen` is what the model showed (`SeenWrites.tensors`), at every position.
+    `seen` has the model's activations (`SeenWrites.tensors`), at every position.
     """
     if not _is_plain(maps, layer, layout, seen):
         return None
@@ -524,8 +520,7 @@ def projected_errors(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[
 
 
 def _is_plain(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> bool:
-    """True if a block is plain attention and dense MLP in full precision without user hooks, and shows heads and
-    neurons."""
+    """Return whether a block is plain attention and dense MLP in full precision, without user hooks, fully shown."""
     block = maps.view.blocks[layer]
     points = maps.points.blocks[layer]
     capture = maps.capture
@@ -545,7 +540,7 @@ def _is_plain(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Te
 
 
 def _shown(point: str | None, sublayer: AffineMap | None, seen: Mapping[str, Tensor], x: Tensor) -> ShownProduct | None:
-    """The last product of a sublayer, if it is a matrix and the model shows what it gives."""
+    """Return the last product of a sublayer, if it is a matrix and the model shows its result."""
     if point is None or point not in seen or not isinstance(sublayer, Chain):
         return None
     out = sublayer.stages[-1]
@@ -557,31 +552,31 @@ def _shown(point: str | None, sublayer: AffineMap | None, seen: Mapping[str, Ten
 
 
 def _before(sublayer: AffineMap) -> Chain:
-    """A sublayer without its last product."""
+    """Return a sublayer without its last product."""
     assert isinstance(sublayer, Chain)
     return Chain(sublayer.stages[:-1])
 
 
 def _largest_share(missed: Float[Tensor, "token"], whole: Float[Tensor, "token d"]) -> float:
-    """The largest of some norms relative to those of vectors; NaN where one is."""
+    """Return the largest of some norms relative to those of vectors; NaN if one is NaN."""
     if not len(missed):
         return 0.0
     return float((missed / whole.norm(dim=-1).clamp_min(torch.finfo(whole.dtype).tiny)).max())
 
 
 ROUNDINGS = 4
-"""How often a block in half precision is composed with other rounding, where that may explain what it misses."""
+"""How often a half-precision block is composed with different rounding, if that may explain its error."""
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """How each block is put together, and how far its map is from the model.
+    """The layout of each block, and the error of its map.
 
     Attributes:
-        layouts: of each block.
-        errors: largest relative error of any real token by ``"blocks.0"`` …, ``"blocks.0.writes"`` … (what heads,
-            neurons and sublayers hold and write, each against its own size) and ``"head"``.
-        positions: where blocks were proved, `[batch, query]`, if the proof was sampled; None for every position.
+        layouts: the layout of each block.
+        errors: the largest relative error of any real token by ``"blocks.0"`` …, ``"blocks.0.writes"`` … (heads,
+            neurons and outputs of sublayers, relative to their own size) and ``"head"``.
+        positions: the positions of a sampled proof, `[batch, query]`; None for every position.
     """
 
     layouts: tuple[Layout, ...]
@@ -590,12 +585,12 @@ class Proof:
 
     @property
     def scope(self) -> str:
-        """The positions that blocks were proved at, in words."""
+        """The positions at which blocks were verified, in words."""
         return scope_of(self.positions)
 
 
 def scope_of(positions: Int[Tensor, "batch query"] | None) -> str:
-    """The positions that a proof looks at, in words."""
+    """Return the positions of a proof in words."""
     return "every position" if positions is None else "sampled positions of each prompt"
 
 
@@ -604,15 +599,15 @@ _unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
 
 
 def block_error(capture: Capture, layer: int, output: Float[Tensor, "batch pos d_model"]) -> float:
-    """Return a map's relative error in place of a block.
+    """Return the relative error of a map's output for a block.
 
-    A stream that hooks set to zero is compared with what it was before.
+    If hooks set the stream to zero, the error is relative to the stream before that.
     """
     return relative_error(output, capture.resid_post(layer), capture.mask, capture.additions.of(layer).values())
 
 
 class LayoutSearch:
-    """The search for one block's layout among `candidates`, those with the norms of the block."""
+    """The search for one block's layout among `candidates`, the layouts with the block's norms."""
 
     def __init__(self, maps: BlockMaps, layer: int) -> None:
         block = maps.view.blocks[layer]
@@ -621,15 +616,14 @@ class LayoutSearch:
         self.candidates = candidates(set(block.norms), block.has_mlp, block.cross_attention is not None)
 
     def expected(self, previous: Layout | None) -> Layout | None:
-        """The layout to try first: that of the block before, or the only one that fitted in an earlier pass."""
+        """Return the layout to try first: that of the previous block, or the only one that fits in an earlier pass."""
         if previous in self.candidates:
             return previous
         earlier = self._earlier().get(self.layer)
         return earlier if earlier in self.candidates else None
 
     def best(self) -> Layout | None:
-        """Return the one layout that reproduces the block (a causal block's first tokens), or None; two raise an
-        error."""
+        """Return the one layout that reproduces the block (a causal block's first tokens), or None; raise for two."""
         start = self.maps.with_capture(self.maps.capture.block_at_start(self.layer))
         errors = self._errors(start, self.candidates, "frozen")
         passing = [option for option in sorted(errors, key=errors.__getitem__) if self._is_small(errors[option])]
@@ -638,8 +632,8 @@ class LayoutSearch:
         if len(passing) == 1:
             self._remember(passing[0])
             return passing[0]
-        # Folded norms commute with sublayers that have no bias, and at a single token with attention too. A rule with
-        # a constant of its own still shows on which side the norm is; with the other layout it would be wrong.
+        # Folded norms commute with sublayers without bias, and at a single token also with attention. A rule with its
+        # own constant still shows on which side the norm is; with the other layout it would be wrong.
         tangent = self._errors(start, passing, "frozen-tangent")
         passing = [option for option in passing if self._is_small(tangent[option])] or passing
         rounding = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
@@ -651,12 +645,12 @@ class LayoutSearch:
             return min(first, second, key=self.candidates.index)
         raise UnsupportedModelError(
             f"blocks.{self.layer} of this {self.maps.view.description}: two layouts reproduce it equally well "
-            f"({errors[first]:.1e} and {errors[second]:.1e}), so this input cannot tell its structure; freeze a longer "
-            "prompt, or in float64."
+            f"({errors[first]:.1e} and {errors[second]:.1e}), so this input does not determine its structure; freeze a "
+            "longer prompt, or use float64."
         )
 
     def reproducing(self) -> list[Layout]:
-        """Every layout that reproduces the block at all tokens, however well another one does."""
+        """Return every layout that reproduces the block at all tokens."""
         errors = self._errors(self.maps, self.candidates, "frozen")
         return [option for option in self.candidates if self._is_small(errors[option])]
 
@@ -672,14 +666,14 @@ class LayoutSearch:
         }
 
     def _same_map(self, maps: BlockMaps, first: Layout, second: Layout) -> bool:
-        """True if two layouts agree on random vectors too (a sublayer that writes nothing): then either is right."""
+        """Whether two layouts also agree on random vectors (a sublayer with zero output): then either is right."""
         x = maps.capture.resid_pre(self.layer)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
         output, other_output = (maps.block_map(self.layer, layout=option)(noise) for option in (first, second))
         return relative_error(output, other_output, maps.mask) <= maps.tolerance
 
     def _earlier(self) -> dict[int, Layout]:
-        """The layouts of blocks in earlier passes of the same weights; each is proved on this pass too."""
+        """The layouts of blocks in earlier passes with the same weights; each is verified on this pass too."""
         capture = self.maps.capture
         if capture.other_hooks:
             return {}
@@ -697,12 +691,12 @@ def prove(
     seen: SeenWrites | None = None,
     positions: Int[Tensor, "batch query"] | None = None,
 ) -> Proof:
-    """Find every block's layout and measure its error; raise `UnsupportedModelError` where no layout reproduces it.
+    """Find every block's layout and measure its error; raise `UnsupportedModelError` if no layout reproduces it.
 
     Args:
-        every_block: prove each block; else the first of each kind only, and not what follows the last.
-        seen: what the model showed of its sublayers, compared as well and dropped block by block.
-        positions: compare these only, in blocks that can be evaluated at some positions.
+        every_block: verify every block; otherwise only the first of each kind, and nothing after the last block.
+        seen: the model's activations in sublayers, compared as well and dropped block by block.
+        positions: compare only these, in blocks that can be evaluated at some positions.
     """
     writes = {} if seen is None else seen.tensors
     layouts: list[Layout] = []
@@ -721,7 +715,7 @@ def prove(
                 continue
             layout, measured = proof.find(previous)
             if block.brought:
-                _ = block.widest  # read while the weights are loaded, and cached: it decides how rows are cut
+                _ = block.widest  # cached while the weights are loaded; it determines chunk sizes
         kinds.add(kind)
         layouts.append(layout)
         errors[f"blocks.{layer}"] = measured.output
@@ -737,14 +731,13 @@ def prove(
 
 
 def _kind(block: BlockView) -> tuple[object, ...]:
-    """What blocks of one kind share."""
+    """Return the properties that blocks of one kind share."""
     hooked = block.mixer is None and block.attention.hooked
     return frozenset(block.norms), type(block.mlp), block.mixer is None, not block.has_beside, hooked
 
 
 def _prove_head(maps: BlockMaps) -> dict[str, float]:
-    """Return the error of what precedes the unembedding, if anything; raise if it is no norm or head as read from
-    weights."""
+    """Return the error of the norm or head before the unembedding, if any; raise if the weights do not give it."""
     capture = maps.capture
     after = [part for part in (maps.final_map(), maps.prediction_head()) if part is not None]
     predicts = maps.points.unembed_in is not None
@@ -754,14 +747,14 @@ def _prove_head(maps: BlockMaps) -> dict[str, float]:
     error = relative_error(Chain(tuple(after))(capture.resid_pre(capture.n_layers)), expected, capture.mask)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
-            f"what stands between the last block and the unembedding of this {maps.view.description} is not a "
-            f"norm or prediction head as we read it: relative error {error:.1e}, allowed {maps.tolerance:.0e}."
+            f"the part between the last block and the unembedding of this {maps.view.description} is not the norm or "
+            f"prediction head read from its weights: relative error {error:.1e}, allowed {maps.tolerance:.0e}."
         )
     return {"head": error}
 
 
 class _BlockProof:
-    """One block beside what the model did there."""
+    """The verification of one block against the model."""
 
     def __init__(
         self,
@@ -777,8 +770,7 @@ class _BlockProof:
         self.search = LayoutSearch(maps, layer)
 
     def find(self, previous: Layout | None) -> tuple[Layout, BlockErrors]:
-        """Return the block's layout and errors; raise where no layout reproduces it, or a part is not what its
-        weights give."""
+        """Return the block's layout and errors; raise if no layout, or not every part, agrees with the weights."""
         # blocks of a model mostly share one layout
         for suggest in (partial(self.search.expected, previous), self.search.best):
             layout = suggest()
@@ -794,7 +786,7 @@ class _BlockProof:
         raise UnsupportedModelError(self._refusal())
 
     def errors(self, layout: Layout) -> BlockErrors:
-        """What a proof measures of the block, at every position or at some."""
+        """Return the errors of the block, at every position or at some."""
         maps = self.maps
         if self.positions is None:
             measured = projected_errors(maps, self.layer, layout, self.seen)
@@ -807,11 +799,11 @@ class _BlockProof:
         return self._errors_beyond_rounding(layout)
 
     def _errors_beyond_rounding(self, layout: Layout) -> BlockErrors:
-        """Return the errors in half precision, where its rounding alone may exceed the tolerance.
+        """The errors in half precision, whose rounding alone may exceed the tolerance.
 
-        The block is composed in float32 from half-precision activations, so only the model's rounding is between the
-        two. Its size is measured by composing again with inputs, heads, neurons and sublayers moved by half a unit of
-        rounding.
+        The block is composed in float32 from half-precision activations, so the two differ only by the model's
+        rounding. Its size is measured by composing again with inputs, heads, neurons and sublayers changed by half a
+        unit of rounding.
         """
         eps = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
         wide = self.maps.with_capture(self.maps.capture.in_float32(self.layer))
@@ -830,9 +822,9 @@ class _BlockProof:
         return self._compared(layout, exact, rounded)
 
     def _noted(self, maps: BlockMaps, layout: Layout, factors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return what the block's map computes on its way (`tapped`), its ``"output"`` included.
+        """The intermediate results of the block's map (`tapped`), including its ``"output"``.
 
-        `factors` multiply what the block reads (``"reads"``), and what it computes on its way.
+        `factors` multiply the block's input (``"reads"``) and its intermediate results.
         """
         factors = factors or {}
         noted: dict[str, Tensor] = {}
@@ -853,7 +845,7 @@ class _BlockProof:
     def _compared(
         self, layout: Layout, noted: Mapping[str, Tensor], rounded: Sequence[Mapping[str, Tensor]] = ()
     ) -> BlockErrors:
-        """What the block's map computes beside what the model did."""
+        """The comparison of the map's results with the model's."""
         maps = self.maps
         if self.positions is not None:
             maps = maps.with_capture(maps.capture.block_at(self.layer, self.positions))
@@ -899,45 +891,43 @@ class _BlockProof:
         if dependent:
             return (
                 f"A hook at {' and '.join(dependent)} adds something that depends on what it reads, as a factor or a "
-                "projection does; only what is the same whatever the model computes there can be held: vectors that "
-                "are added (steering), or values that take its place (a patch). Take it off, or make the change in the "
-                "weights."
+                "projection does; only changes that do not depend on the activation there can be held: added vectors "
+                "(steering), or replaced values (a patch). Take it off, or make the change in the weights."
             )
         patched = [point.name for point in additions.patched if point.layer == self.layer]
         if patched:
             return (
-                f"A hook at {' and '.join(patched)} puts values in the place of what the model computes, and this "
-                "block does not take them in where the point lies in others. Patch the stream itself, at "
-                "hook_resid_pre or hook_resid_post."
+                f"A hook at {' and '.join(patched)} replaces values that the model computes, but in this block the "
+                "point lies elsewhere than in others. Patch the stream itself, at hook_resid_pre or hook_resid_post."
             )
         if constant:
             return (
-                f"A hook at {' and '.join(constant)} adds a vector, and this block does not take it in at the place "
-                "that the point has in others. Add it to the stream itself, at hook_resid_pre or hook_resid_post."
+                f"A hook at {' and '.join(constant)} adds a vector, but in this block the point lies elsewhere than in "
+                "others. Add it to the stream itself, at hook_resid_pre or hook_resid_post."
             )
         if self.maps.view.wrapped_twice:
-            return "This Hugging Face model was wrapped by a Bridge before: load it again, and wrap it once."
+            return "This Hugging Face model was wrapped by a Bridge before: load it again, and wrap it only once."
         inside = self.maps.capture.hooks_in(self.maps.view.blocks[self.layer].name)
         if inside:
             return (
-                f"A hook at {' and '.join(inside)} may have changed what the block computes inside, which is not held: "
-                "only what is added to the stream, or put in its place, is. Take it off, or make the change in the "
-                "weights."
+                f"A hook at {' and '.join(inside)} may have changed activations inside the block, which cannot be "
+                "held: only additions to the stream, or replacements of it, can. Take it off, or make the change in "
+                "the weights."
             )
         wrapped = getattr(self.maps.capture.model, "original_model", None)
         clip = getattr(getattr(wrapped, "config", None), "clip_qkv", None)
         if clip is not None:
             return (
-                f"Its configuration clips queries, keys and values (clip_qkv={clip}), and a number that is clipped is "
-                "not what the weights give. Prompts on which nothing is clipped can be frozen."
+                f"Its configuration clips queries, keys and values (clip_qkv={clip}), and clipped numbers are not what "
+                "the weights give. Prompts on which nothing is clipped can be frozen."
             )
         return (
-            "Other hooks on the model (model.reset_hooks() takes them off), or a part that is not attention, norm or "
-            "MLP, would explain it."
+            "Possible causes are other hooks on the model (model.reset_hooks() removes them), or a part that is not "
+            "attention, norm or MLP."
         )
 
     def _writes_again(self) -> dict[str, Tensor]:
-        """What the block's sublayers write, by one more run of the model, where the pass did not look at it."""
+        """The outputs of the block's sublayers, from one more run of the model if the pass did not record them."""
         capture = self.maps.capture
         names = capture.points.blocks[self.layer].proved
         seen = SeenWrites.of(capture.view, capture.points, len(capture.tokens), self.positions, "model")
@@ -946,17 +936,17 @@ class _BlockProof:
 
 
 def _named(write: WriteError) -> str:
-    """A hook point that differs, and by how much."""
+    """Return a hook point that differs, with its error."""
     unit = f"{write.unit}: " if write.unit else ""
     return f"{write.point} ({unit}{write.error:.1e})"
 
 
 # ------------------------------------------------------------------
-# What one attention pattern shows of padding and of the direction in which a layer looks.
+# Checks of a single attention pattern: padding, and whether it looks ahead.
 
 
 def looks_ahead(pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"]) -> bool:
-    """True if a real query has weight on later tokens."""
+    """Return whether a real query has weight on later tokens."""
     keys = torch.arange(pattern.shape[-1], device=pattern.device)
     return any(
         bool(((pattern[:, :, at] != 0) & (keys > queries[:, None]) & mask[:, None, at, None]).any())
@@ -970,19 +960,18 @@ def check_pattern(
     queries: Bool[Tensor, "batch query"],
     keys: Bool[Tensor, "batch key"],
 ) -> None:
-    """Raise for padding in one pattern that the model does not handle: NaN at real queries, or weight on padded
-    keys."""
+    """Raise an error for padding that the model does not handle: NaN at real queries, or weight on padded keys."""
     if bool(torch.isnan(pattern.sum())) and bool(torch.isnan(pattern).any()):
         raise NumericalError(
-            f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are "
-            "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
-            "a sliding window). Pad on the right, or freeze the prompts one by one."
+            f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are padding or "
+            "outside its window (left padding on several bridges, or short prompts together with ones longer than a "
+            "sliding window). Pad on the right, or freeze the prompts one by one."
         )
     padded = ~keys
     columns = padded.any(0).nonzero()[:, 0]
     if not len(columns):
         return
-    # the keys between the first padding and the last: with prompts of similar length these are few
+    # the keys between the first and the last padding: few for prompts of similar length
     within = slice(int(columns[0]), int(columns[-1]) + 1)
     reads = pattern[..., within]
     padded = padded[:, within]
@@ -997,23 +986,23 @@ def check_pattern(
 
 
 def _some_queries(pattern: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the queries and their positions, so that no other tensor of the whole pattern's size is allocated."""
+    """Yield slices of queries with their positions, so that no second tensor of the pattern's size is allocated."""
     positions = torch.arange(pattern.shape[2], device=pattern.device)
     per_query = pattern[:, :, :1].numel() * pattern.element_size()
     return ((at, positions[at]) for at in query_chunks(pattern.shape[2], per_query))
 
 
 # ------------------------------------------------------------------
-# Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about.
+# The check that the model's logits are ``cap(W_U·x + b_U)``, at every position that a result explains.
 
 
 class LogitsCheck:
-    """The positions whose logits were compared with the model's own; a cache that grows with the positions of results.
+    """The positions whose logits were compared with the model's own; it grows with the positions of results.
 
     Attributes:
         error: the largest ``max abs(ours − logits) / max abs(logits)`` so far; None before any comparison.
         compared: True where logits were compared, or will be when the error is first read.
-        postponed: the model's logits that are compared then, and where; None after that.
+        postponed: the model's logits for that later comparison, and their positions; None after it.
     """
 
     def __init__(self, mask: Bool[Tensor, "batch pos"]) -> None:
@@ -1022,21 +1011,21 @@ class LogitsCheck:
         self.postponed: tuple[object, Int[Tensor, "batch query"]] | None = None
 
     def covers(self, positions: Int[Tensor, "batch query"]) -> bool:
-        """True if every one of some positions was compared."""
+        """Return whether all of some positions were compared."""
         return bool(torch.take_along_dim(self.compared, positions, dim=1).all())
 
     def add(self, error: float, positions: Int[Tensor, "batch query"]) -> None:
-        """Note what a comparison at some positions measured."""
+        """Record the error of a comparison at some positions."""
         self.compared = self.compared.scatter(1, positions, True)
         self.error = max(error, self.error or 0.0)
 
     def postpone(self, logits: object, positions: Int[Tensor, "batch query"]) -> None:
-        """Hold the model's logits at some positions until somebody reads their error: it reads all of W_U."""
+        """Keep the model's logits at some positions until their error is needed, as computing it reads all of W_U."""
         self.compared = self.compared.scatter(1, positions, True)
         self.postponed = logits, positions
 
     def held(self, positions: Int[Tensor, "batch query"]) -> Float[Tensor, "batch query d_vocab"] | None:
-        """The model's logits at some positions, while they are held; None otherwise."""
+        """Return the model's logits at some positions while they are kept, else None."""
         if self.postponed is None:
             return None
         logits, places = self.postponed
@@ -1046,7 +1035,7 @@ class LogitsCheck:
         return torch.take_along_dim(logits, matches.int().argmax(1)[..., None].to(logits.device), dim=1)
 
     def catch_up(self, capture: Capture, states: Tensor) -> None:
-        """Compare what was postponed with the weights' logits of the model's last states."""
+        """Compare the postponed logits with those computed from weights and the model's last states."""
         if self.postponed is None:
             return
         logits, positions = self.postponed
@@ -1057,7 +1046,7 @@ class LogitsCheck:
 def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = None) -> Int[Tensor, "batch compared"]:
     """Return the positions whose logits are compared while freezing; some may repeat.
 
-    They are each prompt's last real token, those of `query`, and in a masked language model the first and every mask.
+    These are each prompt's last real token, those of `query`, and in a masked language model the first and every mask.
     """
     last = query_positions(prompt, -1)
     columns = [last]
@@ -1070,14 +1059,13 @@ def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = No
     if view.mlm_head is not None and mask_id is not None:
         masks = prompt.tokens == mask_id
         numbers = torch.arange(masks.shape[1], device=masks.device)
-        places = torch.where(masks, numbers, last)  # a prompt with fewer masks has its last token several times
+        places = torch.where(masks, numbers, last)  # a prompt with fewer masks repeats its last token
         columns.append(places[:, masks.any(0)])
     return torch.cat(columns, dim=1)
 
 
 def logits_error(capture: Capture, states: Tensor, logits: object, positions: Int[Tensor, "batch query"]) -> float:
-    """Return the largest ``max abs(ours − logits) / max abs(logits)`` of real tokens, ours from weights and last
-    states.
+    """Return the largest ``max abs(ours − logits) / max abs(logits)`` of real tokens, ours from the last states.
 
     `logits` are the model's, `[batch, query, d_vocab]`; any other shape has an infinite error.
     """

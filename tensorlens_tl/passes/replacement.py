@@ -1,8 +1,8 @@
-"""What stands in a token's place when it is taken away: another token, or a vector where its embedding was.
+"""Replacements for removed tokens: another token, or a vector in place of the embedding.
 
-A model may overwrite what it embeds: features of an image stand where its tokens were, and a vector that was put at the
-embedding is lost. A `Placement` knows such places and puts there, in the first block's input, what a token with that
-embedding would have become; and every run proves that what was asked for has arrived there.
+A model may overwrite embeddings, for instance by features of an image, so that a vector inserted at the embedding is
+lost. A `Placement` finds such positions and inserts into the first block's input what a token with that embedding would
+have become; every run verifies that the replacement has arrived there.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,23 +22,23 @@ from tensorlens_tl.passes.target import token_ids
 
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")
-"""Where token embeddings appear before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
+"""Hook points of token embeddings before positions are added: a Bridge, a HookedEncoder, a HookedTransformer."""
 
 DECODER_EMBEDDING = "decoder_embed.hook_out"
 ENCODER_EMBEDDINGS = ("encoder_embed.hook_out", "embed.hook_out")
-"""The same on the two sides of an encoder–decoder."""
+"""The same in an encoder–decoder's encoder."""
 
 Mean = Callable[[str], Float[Tensor, "d"]]
-"""The mean embedding, from the hook point where token embeddings appear."""
+"""A function from the hook point of token embeddings to the mean embedding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """A token id, or a vector put in the place of token embeddings at the hook point `at`.
+    """A token id, or a vector that replaces token embeddings at the hook point `at`.
 
-    A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, of each prompt or of all. Of
-    an encoder–decoder it is the encoder's, and `decoder` has the decoder's; a token is for both. `tokens` are one for
-    each position of some prompts that are nothing but tokens.
+    The vector is the same for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, per prompt or for all.
+    In an encoder–decoder it is the encoder's, and `decoder` has the decoder's; a token is for both. `tokens` has one
+    token for each position, for prompts that consist of tokens only.
     """
 
     name: str
@@ -52,26 +52,26 @@ class Replacement:
     def of(
         cls, view: ModelView, prompt: Prompt, replacement: Any, mean: Mean | None = None, *, alone: bool = False
     ) -> "Replacement":
-        """The replacement that a user names.
+        """Return the replacement that a user names.
 
         Args:
             view: the model.
-            prompt: the prompts that tokens are replaced in.
+            prompt: the prompts in which tokens are replaced.
             replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), ``"mean"``, ``"zero"``, or a token. None is the mask
-                token where there is one, else the mean.
-            mean: what ``"mean"`` stands for where tokens are read; None is the mean over all prompts' real tokens.
-            alone: whether ``"mean"`` is each image's or sound's own, whichever others are beside it.
+                token if there is one, else the mean.
+            mean: the meaning of ``"mean"`` for tokens; None is the mean over all prompts' real tokens.
+            alone: whether ``"mean"`` is each image's or sound's own mean, whatever else is in the batch.
 
         Raises:
-            InvalidInputError: a replacement that the model does not have, or no single token.
-            UnsupportedModelError: the model shows no token embeddings.
+            InvalidInputError: a replacement that the model does not have, or not a single token.
+            UnsupportedModelError: the model has no hook point for token embeddings.
         """
         tokenizer = view.tokenizer
         if replacement is None:
             replacement = fixed(view)
         if view.reads != "tokens":
             if replacement not in ("mean", "zero"):
-                raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
+                raise InvalidInputError(f"replacement={replacement!r}: for {view.reads}, use 'mean' or 'zero'.")
             return cls._of_signal(view, prompt, replacement, alone)
         if replacement in ("mask", "pad"):
             token = getattr(tokenizer, f"{replacement}_token_id", None)
@@ -95,21 +95,21 @@ class Replacement:
             raise InvalidInputError(f"{error} Or use one of {', '.join(map(repr, REPLACEMENTS))}.") from error
         if view.is_encoder_decoder and token >= min(view.d_vocab, view.decoder_vocab):
             raise InvalidInputError(
-                f"replacement={replacement!r}: token id {token} is not in the vocabularies of both sides, of "
+                f"replacement={replacement!r}: token id {token} must be in the vocabularies of both sides, which have "
                 f"{view.d_vocab} and {view.decoder_vocab} tokens."
             )
         return cls(repr(replacement), token=token)
 
     @classmethod
     def of_sides(cls, first: "Replacement", decoder: "Replacement | None" = None) -> "Replacement":
-        """From what replaces the tokens of an encoder and those of its decoder; of one stack, the first."""
+        """Combine the replacements for an encoder and its decoder; with one stack, return the first."""
         return replace(first, decoder=decoder)
 
     @classmethod
     def _of_signal(cls, view: ModelView, prompt: Prompt, replacement: str, alone: bool) -> "Replacement":
-        """What stands for a patch, or for a sound's frame: its position alone, or the mean patch at its position.
+        """The replacement for a patch or a sound's frame: its position embedding, or the mean patch at its position.
 
-        Where no position embedding is read (sound), it is the mean vector of the first block's input, or zero.
+        Without a known position embedding (sound), it is the mean vector of the first block's input, or zero.
         """
         at = model_points(view).blocks[0].resid_pre
         stream = torch.cat([activation.cpu() for _, activation in _activations(view, prompt, at)])
@@ -126,12 +126,12 @@ class Replacement:
     def put(
         self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"], rows: Int[Tensor, "row"] | None = None
     ) -> tuple[dict[str, Any], list[FwdHook]]:
-        """The inputs of a run with some tokens replaced, and the hooks that replace their vectors.
+        """Return the inputs of a run with some tokens replaced, and the hooks that replace their vectors.
 
         Args:
             inputs: the keyword arguments of the run.
-            replaced: which positions are replaced.
-            rows: which of the prompts each row is, where they have tokens of their own.
+            replaced: the positions to replace.
+            rows: the prompt of each row, if prompts have different replacement tokens.
         """
         names = token_inputs(inputs)
         if self.tokens is not None:
@@ -146,7 +146,7 @@ class Replacement:
         return inputs, self._hooks(replaced)
 
     def _hooks(self, replaced: Bool[Tensor, "row pos"]) -> list[FwdHook]:
-        """The hook that puts the vector in some places."""
+        """The hook that inserts the vector at some positions."""
         if self.at is None or self.vector is None:
             return []
         vector = self.vector
@@ -158,26 +158,26 @@ class Replacement:
 
 
 def fixed(view: ModelView) -> str:
-    """What stands for a token where nothing is named and nothing is drawn: the mask token, else the mean."""
+    """Return the default replacement where nothing is drawn: the mask token if there is one, else the mean."""
     return "mean" if getattr(view.tokenizer, "mask_token_id", None) is None else "mask"
 
 
 WITHOUT_CONTENT = ("position_ids", "token_type_ids")
-"""Arguments besides tokens that put nothing into the stream but what belongs to a place."""
+"""Arguments besides tokens that only add position-dependent vectors to the stream."""
 
 ARRIVED = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far what arrives at the first block may be from what was asked for, by dtype; 2e-2 in half precision."""
+"""The largest error of a replacement at the first block, by dtype; 2e-2 in half precision."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """A replacement in the prompts of one model: where it has to be put so that it reaches the first block.
+    """A replacement in the prompts of one model, inserted where it reaches the first block.
 
     Attributes:
-        replacement: what is put in the place of tokens.
-        arrivals: by the hook point of each stack's first input, what stands there where everything is replaced; empty
-            where the model reads the replacement as a token, or it is put there itself.
-        overwritten: where the model's input is no token's embedding, as at the pieces of an image.
+        replacement: the replacement for tokens.
+        arrivals: by the hook point of each stack's first input, its value with everything replaced; empty if the model
+            reads the replacement as a token, or it is inserted at that point itself.
+        overwritten: where the model's input is not a token's embedding, as at the pieces of an image.
     """
 
     replacement: Replacement
@@ -186,17 +186,17 @@ class Placement:
 
     @classmethod
     def of(cls, view: ModelView, prompt: Prompt, replacement: Replacement, *, singly: bool = False) -> "Placement":
-        """The placement of a replacement in some prompts; runs the model up to its first block.
+        """Return the placement of a replacement in some prompts; runs the model up to its first block.
 
         Args:
             view: the model.
             prompt: the prompts.
-            replacement: what is put in the place of tokens.
+            replacement: the replacement for tokens.
             singly: whether prompts will be run one by one.
 
         Raises:
-            InvalidInputError: a token that stands for a piece of an image itself.
-            UnsupportedModelError: a vector that is put at the embedding does not reach the first block.
+            InvalidInputError: the replacement is a token that represents a piece of an image.
+            UnsupportedModelError: a vector inserted at the embedding does not reach the first block.
         """
         blocks = model_points(view).blocks
         streams = [blocks[0].resid_pre]
@@ -209,8 +209,8 @@ class Placement:
             return cls(replacement, {}, nowhere)
         if has_content and replacement.token in image_tokens(view):
             raise InvalidInputError(
-                f"replacement={replacement.name}: this token stands for a piece of an image itself; use another token, "
-                "'mean' or 'zero'."
+                f"replacement={replacement.name}: this token represents a piece of an image; use another token, 'mean' "
+                "or 'zero'."
             )
         sides = [side for side in (replacement, replacement.decoder) if side is not None and side.at is not None]
         points = [str(side.at) for side in sides]
@@ -236,14 +236,14 @@ class Placement:
         *,
         proves: bool = True,
     ) -> tuple[dict[str, Any], list[FwdHook]]:
-        """The inputs of a run with some tokens replaced, and the hooks that replace what stands there and prove it.
+        """Return the inputs of a run with some tokens replaced, and the hooks that insert and verify replacements.
 
         Args:
             inputs: the keyword arguments of the run.
-            replaced: which positions are replaced; of a run that begins later, the last ones.
-            rows: which of the prompts each row is; None is all of them, copy after copy.
-            proves: whether the hooks compare what arrives; else `check` does, of a pass that is run with other masks
-                beside.
+            replaced: the positions to replace; in a run that begins later, the last ones.
+            rows: the prompt of each row; None is all of them, copy after copy.
+            proves: whether the hooks verify the replacements; otherwise `check` does so for a pass that runs together
+                with other masks.
         """
         count, width = replaced.shape
         if rows is None:
@@ -261,10 +261,10 @@ class Placement:
         return inputs, hooks
 
     def check(self, stream: Float[Tensor, "batch pos d"], replaced: Bool[Tensor, "batch pos"]) -> None:
-        """Refuse a run of the prompts whose first blocks' input is not what was put there.
+        """Refuse a run of the prompts in which a replacement did not reach the input of the first blocks.
 
         Raises:
-            FrozenModelError: naming the position.
+            FrozenModelError: names the position.
         """
         if self.arrivals:
             expected = torch.cat(list(self.arrivals.values()), dim=1)
@@ -273,7 +273,7 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class _Arrives:
-    """A hook at the first block: puts a replacement where the model wrote over it, and proves that it arrived."""
+    """A hook at the first block that inserts a replacement where the model overwrote it, and verifies its arrival."""
 
     replacement: Replacement
     name: str
@@ -284,7 +284,7 @@ class _Arrives:
 
     def __call__(self, stream: Tensor, *, hook: Any) -> Tensor | None:
         changed = bool(self.instead.any())
-        if changed:  # models that read images have one stack
+        if changed:  # models that read images have a single stack
             stream = torch.where(self.instead[..., None].to(stream.device), self.expected.to(stream), stream)
         if self.proves:
             _check_arrived(self.replacement, self.name, stream, self.expected, self.replaced)
@@ -298,7 +298,7 @@ def _check_arrived(
     expected: Float[Tensor, "row pos d"],
     replaced: Bool[Tensor, "row pos"],
 ) -> None:
-    """Refuse a stream that is not what was put in the place of tokens."""
+    """Refuse a stream without the replacement in place of tokens."""
     wanted = upcast(expected.to(stream))
     allowed = ARRIVED.get(stream.dtype, 2e-2) * wanted.abs().amax(-1)
     arrived = (upcast(stream) - wanted).abs().amax(-1) <= allowed
@@ -306,9 +306,9 @@ def _check_arrived(
     if bool(lost.any()):
         row, position = lost.nonzero()[0].tolist()
         raise FrozenModelError(
-            f"replacement={replacement.name}: what was put in the place of position {position} (row {row} of the run) "
-            f"did not arrive at {name}: the model or a hook writes something else there, or hooks were taken off "
-            "during the run. Take hooks at the embedding and at the first block off the model."
+            f"replacement={replacement.name}: the replacement for position {position} (row {row} of the run) did not "
+            f"arrive at {name}: the model or a hook writes something else there, or hooks were taken off during the "
+            "run. Take hooks at the embedding and at the first block off the model."
         )
 
 
@@ -320,7 +320,7 @@ def _at_points(
     replacement: Replacement | None = None,
     where: Bool[Tensor, "batch pos"] | None = None,
 ) -> dict[str, Tensor]:
-    """What some hook points up to the first block show of prompts, with everything replaced or as it is.
+    """Return the activations at some hook points up to the first block, unchanged or with everything replaced.
 
     Raises:
         UnsupportedModelError: the model does not run on tokens alone.
@@ -340,35 +340,35 @@ def _at_points(
             if isinstance(error, TensorLensError):
                 raise
             raise UnsupportedModelError(
-                f"{view.description} does not run on these tokens without what was given beside them "
-                f"({type(error).__name__}: {error}), so that nothing can stand in the place of an image's pieces."
+                f"{view.description} does not run on these tokens without its other inputs "
+                f"({type(error).__name__}: {error}), so the pieces of an image cannot be replaced."
             ) from error
         parts.append(seen)
     return {name: torch.cat([part[name] for part in parts]) for name in names}
 
 
 def _refuse_lost(view: ModelView, replacement: Replacement, lost: Bool[Tensor, "batch pos"]) -> None:
-    """Refuse a vector that stands at the embedding and leaves the first block's input as it was."""
+    """Refuse a vector at the embedding that leaves the first block's input unchanged."""
     if not bool(lost.any()):
         return
     row, position = lost.nonzero()[0].tolist()
     raise UnsupportedModelError(
-        f"replacement={replacement.name}: what is put at {replacement.at} of {view.description}, in the place of "
-        f"position {position} of prompt {row}, does not reach the first block: that hook point only observes, or "
-        "another hook writes over it. Take that hook off, or use a token."
+        f"replacement={replacement.name}: the replacement at {replacement.at} of {view.description}, for position "
+        f"{position} of prompt {row}, does not reach the first block: that hook point only observes, or another hook "
+        "overwrites it. Take that hook off, or use a token."
     )
 
 
 def embedding_points(view: ModelView, prompt: Prompt, what: str) -> list[str]:
-    """Where token embeddings appear before positions are added; of an encoder–decoder on either side.
+    """Return the hook points of token embeddings before positions are added, for an encoder–decoder on either side.
 
     Args:
         view: a model that reads tokens.
-        prompt: runs the model where no embedding has a hook point: T5's stream begins with its embeddings.
+        prompt: used to run the model if no embedding has a hook point: T5's stream begins with its embeddings.
         what: the argument, for messages.
 
     Raises:
-        UnsupportedModelError: the model shows no token embeddings.
+        UnsupportedModelError: the model has no hook point for token embeddings.
     """
     known = view.model.hook_dict
     refusal = UnsupportedModelError(f"{what}: {view.description} has no hook point for token embeddings; use a token.")
@@ -390,7 +390,7 @@ def embedding_points(view: ModelView, prompt: Prompt, what: str) -> list[str]:
 
 
 def inputs_of(prompt: Prompt, rows: slice | Tensor) -> dict[str, Any]:
-    """The model's keyword arguments for some prompts."""
+    """Return the model's keyword arguments for some prompts."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in prompt.kwargs.items()}
 
 
@@ -405,16 +405,16 @@ def _of_prompts(view: ModelView, prompt: Prompt) -> Mean:
 
 
 def _activations(view: ModelView, prompt: Prompt, at: str) -> Iterator[tuple[slice, Tensor]]:
-    """What one hook point shows of some prompts at a time."""
+    """Yield the activation at one hook point for some prompts at a time."""
     for start in range(0, len(prompt.tokens), 64):
         part = slice(start, start + 64)
         yield part, capture(view.model, inputs_of(prompt, part), [at], last=at)[0][at]
 
 
 def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None) -> Mean:
-    """The mean embedding of all tokens that the model knows, as it reads them: the same for every prompt.
+    """Return the mean embedding of all tokens in the model's vocabulary, the same for every prompt.
 
-    With `counts`, how often each token occurs, it is the mean over those tokens.
+    With `counts`, the frequency of each token, it is the mean weighted by these.
     """
 
     def mean(at: str) -> Tensor:
@@ -429,7 +429,7 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
         for some, times in zip(ids.split(64 * width), often.split(64 * width), strict=True):
             padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
             inputs = {"input": padded}
-            if view.is_encoder_decoder:  # the other side reads one token
+            if view.is_encoder_decoder:  # the other side reads a single token
                 inputs = {"input": padded[:, :1] * 0, view.decoder_argument: padded[:, :1] * 0}
                 inputs[view.decoder_argument if of_decoder else "input"] = padded
             captured, _ = capture(view.model, inputs, [at], last=at)

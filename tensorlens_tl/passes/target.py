@@ -1,4 +1,4 @@
-"""The targets of results: a token's logit, a difference of two, or any direction of the residual stream."""
+"""The targets of results: a token's logit, a logit difference, or any direction of the residual stream."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from tensorlens_tl.passes.linearisation import Linearisation, check_linearisatio
 from tensorlens_tl.passes.texts import text_ids, token_text
 
 EACH_NEXT = "each query's next token"
-"""What is explained with `NEXT` as the target, in words."""
+"""The description of the target `NEXT`."""
 
 RUNNER_UP_ID = -1
-"""Stands for the runner-up among the ids of `minus`, until the logits are known."""
+"""A placeholder for the runner-up among the ids of `minus`, until the logits are known."""
 
 FIRST_CHOICE_ID = -2
-"""Stands for the model's first choice, until the logits are known."""
+"""A placeholder for the model's first choice, until the logits are known."""
 
 RANKED = {FIRST_CHOICE: "the first choice", RUNNER_UP: "the runner-up"}
-"""Tokens that are named by the rank of their logits, in words."""
+"""Descriptions of the tokens that are named by the rank of their logits."""
 
 RANKED_IDS = {
     "target": {FIRST_CHOICE: FIRST_CHOICE_ID},
     "minus": {FIRST_CHOICE: FIRST_CHOICE_ID, RUNNER_UP: RUNNER_UP_ID},
 }
-"""The ids that stand for them, by the argument that takes them."""
+"""Their placeholder ids, by argument."""
 
 
 def token_ids(
@@ -39,8 +39,8 @@ def token_ids(
 ) -> Int[Tensor, "batch query"]:
     """Return one token id per prompt and query.
 
-    `tokens` is a text of one token or an id, for all; a list with one for each prompt (of a single prompt, each query);
-    or lists ``[batch][query]``. `name` is the argument in messages; of ``"target"`` and ``"minus"`` ids may be
+    `tokens` is a text of one token or an id, for all; a list with one for each prompt (for a single prompt, each
+    query); or lists ``[batch][query]``. `name` is the argument in messages; ids for ``"target"`` and ``"minus"`` may be
     `RANKED_IDS`. Raises `InvalidInputError` for several tokens, none, one out of the vocabulary, or another count.
     """
     plain_tokens = plain(tokens)
@@ -52,8 +52,8 @@ def token_ids(
     if len(by_prompt) != batch:
         of_queries = f" (or one for each of its {queries} queries)" if batch == 1 < queries else ""
         raise InvalidInputError(
-            f"{name}: {len(by_prompt)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. A "
-            "difference of two tokens takes the second as minus=, a vector goes in direction=."
+            f"{name}: {len(by_prompt)} tokens for {batch} prompts; pass one, or one for each prompt{of_queries}. For a "
+            "difference of two tokens pass the second as minus=, for a vector use direction=."
         )
     rows: list[list[int]] = []
     for row in by_prompt:
@@ -67,14 +67,13 @@ def token_ids(
 
 
 def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = "target") -> Int[Tensor, "batch query"]:
-    """Return the token after each query (at padding, any); raise `InvalidInputError` at the last one, and without
-    tokens."""
+    """Return the token after each query (arbitrary at padding); raise an error at the last one, or without tokens."""
     if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
         raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
     pos = prompt.mask.shape[1]
     numbers = torch.arange(pos, device=prompt.mask.device)
     last = (numbers * prompt.mask).amax(1, keepdim=True)
-    if prompt.encoder_length:  # nor does the decoder's first token follow the encoder's last
+    if prompt.encoder_length:  # the decoder's first token does not follow the encoder's last
         inside = prompt.mask[:, : prompt.encoder_length]
         last = torch.cat([(numbers[: prompt.encoder_length] * inside).amax(1, keepdim=True), last], dim=1)
     ends = (positions[..., None] == last[:, None]).any(-1)
@@ -105,7 +104,7 @@ def _token_id(view: ModelView, token: object, name: str) -> int:
     if view.unembedding is not None:
         vocabulary = view.unembedding[0].shape[1]
     if not 0 <= token < vocabulary and view.labels:
-        raise InvalidInputError(f"{name}={token} is no class of this model: they are 0 to {vocabulary - 1}.")
+        raise InvalidInputError(f"{name}={token} is no class of this model: classes are 0 to {vocabulary - 1}.")
     if not 0 <= token < vocabulary:
         raise InvalidInputError(
             f"{name}={token} is outside the vocabulary of {vocabulary} tokens; ids are 0 to {vocabulary - 1}."
@@ -114,7 +113,7 @@ def _token_id(view: ModelView, token: object, name: str) -> int:
 
 
 def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
-    """Raise `InvalidInputError` where a word for a rank is also the text of a token, or a label."""
+    """Raise `InvalidInputError` if a word for a rank is also the text of a token, or a label."""
     numbers = [number for number, label in view.labels.items() if word in map(str.strip, label.split(","))]
     if not view.labels and view.tokenizer is not None:
         ids = text_ids(view, word)
@@ -122,16 +121,16 @@ def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
             numbers = ids
     if numbers:
         raise InvalidInputError(
-            f"{name}={word!r} is {RANKED[word]}, and here also the text of {int(numbers[0])}. Pass that id for this "
-            "text; tlens.evaluate.predictions(frozen) gives the ids of what the model predicts, and the logits."
+            f"{name}={word!r} is {RANKED[word]}, but here also the text of {int(numbers[0])}. Pass that id for this "
+            "text; tlens.evaluate.predictions(frozen) returns the ids of predicted tokens, and their logits."
         )
 
 
 def _id_of_text(view: ModelView, text: str, name: str) -> int:
     """Return the id of a text that is one token.
 
-    Without a space before it a text continues a word, with one it begins a word; where only one of the two is a token,
-    it is that. What the tokenizer puts before a text by itself does not count.
+    Without a leading space a text continues a word, with one it begins a word; if only one of the two is a token, that
+    is used. Tokens that the tokenizer itself puts before a text do not count.
     """
     tokenizer = view.tokenizer
     if tokenizer is None:
@@ -152,7 +151,7 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
 
 
 def _class_number(view: ModelView, label: str, name: str) -> int:
-    """The class that a label, or one of its synonyms between commas, belongs to."""
+    """Return the class that a label, or one of its comma-separated synonyms, belongs to."""
     label = label.strip()
     synonyms = {number: [part.strip() for part in text.split(",")] for number, text in view.labels.items()}
     matches = [number for number, text in view.labels.items() if text.strip() == label]
@@ -165,14 +164,14 @@ def _class_number(view: ModelView, label: str, name: str) -> int:
 
 
 def token_label(view: ModelView, token: int) -> str:
-    """A token id, or the number of a class, as readable text."""
+    """Return a token id, or the number of a class, as readable text."""
     if view.labels or view.tokenizer is None:
         return view.labels.get(token, str(token))
     return token_text(view, token)
 
 
 def _label_of_text(view: ModelView, text: str) -> str:
-    """The token that a text was taken for, and of a word without its space the token that it was not taken for."""
+    """Return the token that a text denotes; for a word without its space, also the token that it does not denote."""
     if view.labels or view.tokenizer is None:
         return repr(text)
     taken = token_label(view, _id_of_text(view, text, "target"))
@@ -186,18 +185,18 @@ def _label_of_text(view: ModelView, text: str) -> str:
 
 
 UNCAPPED = "uncapped logit"
-"""A logit before the model's soft cap, in words."""
+"""The name of a logit before the model's soft cap."""
 
 
 def logit_word(view: ModelView, capped: bool = False) -> str:
-    """Return what a logit is called: ``"uncapped logit"`` where a soft cap follows, unless it is `capped` already."""
+    """Return the name of a logit: ``"uncapped logit"`` if a soft cap follows, unless it is `capped` already."""
     if view.soft_cap is None or capped:
         return "logit"
     return UNCAPPED
 
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, capped: bool = False) -> str:
-    """What a token target explains, in words: ids are named by their text, and so is a list of one.
+    """Return a token target in words: ids are named by their text, and so is a list of one.
 
     Args:
         view: the model, `frozen.view` of a pass.
@@ -210,7 +209,7 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
     >>> logit_label(frozen.view, " file", "runner-up")
     "logit of ' file' − the runner-up"
 
-    Of a text that is a token with a space before it as well, the label says that it was not taken for that one.
+    If a text is also a token with a leading space, the label says that it does not denote that one.
     """
 
     def named(token: Any) -> str:
@@ -234,7 +233,7 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
 class Target:
     """Numbers read at the end of a model, one per prompt and query: ``vector · stream + constant``.
 
-    `of_tokens`: the stream is the one that is unembedded (a token's logit), else the operator's own output.
+    With `of_tokens`, the stream is the unembedded one (a token's logit), otherwise the operator's own output.
     """
 
     vectors: Float[Tensor, "batch query d"]
@@ -250,20 +249,20 @@ def resolve_target(
     direction: Any = None,
     positions: Int[Tensor, "batch query"] | None = None,
 ) -> Target:
-    """Check the target that `target`, `minus` and `direction` name, and return it.
+    """Check and return the target defined by `target`, `minus` and `direction`.
 
     Args:
         target: a token, see `token_ids`; `NEXT` is each query's own next token, ``"first-choice"`` the token that the
-            model predicts. None: see `explained_tokens`.
+            model predicts. For None, see `explained_tokens`.
         minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` has the largest logit besides the
-            target. In a difference, both words mean the tokens of its first run.
+            target. In a difference, both words refer to tokens of its first run.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
         positions: the queries, None for each prompt's last real token.
 
     Raises:
-        InvalidInputError: both kinds, target and minus the same, or what `token_ids` raises; a wrong shape.
-        UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
+        InvalidInputError: both kinds, target and minus the same, a wrong shape, or an error of `token_ids`.
+        UnsupportedModelError: the target is a token, but the model's logits are not ``cap(W_U·x + b_U)``.
     """
     check_linearisation(frozen)
     if positions is None:
@@ -274,7 +273,7 @@ def resolve_target(
         vectors = _directions(frozen, direction, positions.shape[1])
         return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
     target, minus = explained_tokens(frozen, target, minus, positions)
-    with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
+    with frozen.view.loaded("unembedding"):  # if offloaded, load it only once
         vectors, constant = unembedding_rows(frozen, positions, target, minus)
         return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 
@@ -285,7 +284,7 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
     try:
         direction = torch.as_tensor(direction).detach().to(frozen.output)
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidInputError(f"direction={direction!r} is no vector of numbers.") from None
+        raise InvalidInputError(f"direction={direction!r} is not a vector of numbers.") from None
     if direction.shape == (batch, width):
         direction = direction[:, None]
     if direction.shape not in ((width,), (batch, 1, width), (batch, queries, width)):
@@ -299,7 +298,7 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
 
 
 def predicts_at(frozen: Linearisation, positions: Int[Tensor, "batch query"]) -> bool:
-    """True if the model predicts a token or a class at all of these positions."""
+    """Return whether the model predicts a token or a class at all of these positions."""
     return frozen.view.unembedding is not None and frozen.prompt.predicts(positions)
 
 
@@ -308,15 +307,15 @@ def explained_tokens(
 ) -> tuple[TokenLike, TokenLike]:
     """Return target and minus; by default the first choice against the runner-up.
 
-    In a difference these are the tokens that the two runs predict, or where they agree, the first run's runner-up as
-    the second. With only `minus`, the target is the first choice.
+    In a difference these are the tokens that the two runs predict, or if they agree, that token and the first run's
+    runner-up. With only `minus`, the target is the first choice.
     """
     if target is not None:
         return target, minus
     if minus is not None:
         return FIRST_CHOICE, minus
     classes = frozen.view.classes
-    if classes is not None and not classes.exclude:  # nothing stands against it
+    if classes is not None and not classes.exclude:  # classes that do not exclude each other have no alternative
         return FIRST_CHOICE, None
     if frozen.view.unembedding is None or len(frozen.runs) == 1:
         return FIRST_CHOICE, RUNNER_UP
@@ -329,7 +328,7 @@ def explained_tokens(
 def target_ids(
     frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
-    """Return ids of target and minus on the pass's device; see `token_ids`, `next_ids`. They may not be the same."""
+    """Return ids of target and minus on the pass's device; see `token_ids`, `next_ids`. They must not be the same."""
     batch, queries = positions.shape
 
     def read(tokens: TokenLike, name: str) -> Int[Tensor, "batch query"]:
@@ -356,7 +355,7 @@ def _with_ranks_read(
     ids: Int[Tensor, "batch query"],
     besides: Int[Tensor, "batch query"] | None = None,
 ) -> Int[Tensor, "batch query"]:
-    """Token ids, with those in place that are named by the rank of their logits."""
+    """Replace the placeholders of tokens that are named by the rank of their logits by their ids."""
     if bool((ids == FIRST_CHOICE_ID).any()):
         ids = torch.where(ids == FIRST_CHOICE_ID, likeliest(frozen, positions), ids)
     if bool((ids == RUNNER_UP_ID).any()):
@@ -379,16 +378,16 @@ def likeliest(
     if besides is not None:
         logits = logits.scatter(-1, besides[..., None].to(logits.device), -torch.inf)
     ids = logits.argmax(-1).to(positions.device)
-    run.logit_vectors(ids, positions)  # these logits are those of the model, or an error
+    run.logit_vectors(ids, positions)  # raises if these logits are not the model's
     return ids
 
 
 def unembedding_rows(
     frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
-    """Return per prompt and query the direction of a token's logit (or a difference of two), and its constant b_U.
+    """Return the direction of a token's logit (or a difference) for each prompt and query, and its constant b_U.
 
-    Raises what `target_ids` and `likeliest` raise.
+    Raises the errors of `target_ids` and `likeliest`.
     """
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")
@@ -401,11 +400,11 @@ def unembedding_rows(
 
 
 # ------------------------------------------------------------------
-# Which layers, heads, MLPs and source tokens are meant. Arguments are checked, and an error says what is wrong.
+# Checks of arguments that choose layers, heads, MLPs and source tokens.
 
 
 def chosen_layers(n_layers: int, layers: LayerRange) -> range:
-    """A contiguous range out of a slice, a sequence, or None for all."""
+    """Return a contiguous range from a slice, a sequence, or None for all."""
     if layers is None:
         return range(n_layers)
     if not isinstance(layers, slice):
@@ -431,7 +430,7 @@ def chosen_layers(n_layers: int, layers: LayerRange) -> range:
 
 
 def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
-    """Where some layers end, in words; `last` is the first layer after them."""
+    """Return the end of some layers in words; `last` is the first layer after them."""
     if last < frozen.n_layers:
         return f"{frozen.view.blocks[last].name} input"
     if final_norm and frozen.view.final_norm is not None:
@@ -440,9 +439,9 @@ def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
 
 
 def through_final_norm(frozen: Linearisation, last: int, final_norm: bool | None) -> bool:
-    """Return whether the norm after the last layer is included: where layers end there, if `final_norm` is None.
+    """Return whether to include the final norm: for None, whether the layers end there.
 
-    Raises `InvalidInputError` if it is requested, and the layers end before it.
+    Raises `InvalidInputError` if it is requested, but the layers end before it.
     """
     if final_norm and last < frozen.n_layers:
         raise InvalidInputError(
@@ -454,7 +453,7 @@ def through_final_norm(frozen: Linearisation, last: int, final_norm: bool | None
 
 
 def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: object) -> list[int]:
-    """The heads of one layer to keep."""
+    """Return the heads of one layer to keep."""
     if layer not in chosen:
         raise InvalidInputError(f"heads: layer {layer} is not among the operator's layers {list(chosen)}.")
     count = frozen.view.blocks[layer].attention.heads
@@ -464,7 +463,7 @@ def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: object) 
 
 
 def chosen_head(view: ModelView, layer: object, head: object, *, cross: bool = False) -> tuple[int, int]:
-    """One head, as a layer and a query head of it; with `cross` one of an encoder–decoder's cross-attention."""
+    """Return one head as a layer and a query head; with `cross`, a head of an encoder–decoder's cross-attention."""
     layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
     weights = view.blocks[layer].attention
     if cross:
@@ -488,7 +487,7 @@ def check_crossing(view: ModelView, layer: int) -> None:
 
 
 def chosen_mlps(layers: object, chosen: range) -> set[int]:
-    """The layers whose MLPs to keep."""
+    """Return the layers whose MLPs to keep."""
     if not isinstance(layers, Collection) or isinstance(layers, Mapping):
         raise InvalidInputError(f"mlp={layers!r}: use True, False, or the layers whose MLPs to keep (each whole).")
     outside = [layer for layer in layers if layer not in chosen]
@@ -498,7 +497,7 @@ def chosen_mlps(layers: object, chosen: range) -> set[int]:
 
 
 def places_bias(bias: str) -> bool:
-    """True if biases count for the positions where they are added, instead of apart."""
+    """Return whether biases are assigned to the positions where they are added, instead of being kept apart."""
     if bias not in ("apart", "position"):
         raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
     return bias == "position"
@@ -509,7 +508,7 @@ class Keys:
     """The requested source tokens.
 
     Attributes:
-        positions: requested in any prompt, ascending.
+        positions: the positions requested in any prompt, ascending.
         mask: True where such a position is a real token.
         columns: each prompt's and key's index in `positions`; None for all in order.
     """
@@ -524,7 +523,7 @@ class Keys:
         return None if self.columns is None else self.positions
 
     def select(self, result: Tensor, dim: int) -> Tensor:
-        """A result over `positions`, indexed by the requested keys instead."""
+        """Return a result over `positions`, indexed by the requested keys instead."""
         if self.columns is None:
             return result
         in_order = torch.arange(len(self.positions), device=self.columns.device).expand(len(self.columns), -1)

@@ -1,4 +1,4 @@
-"""Text among tokens: where it stands in a prompt, which tokens make a word, and what each token is as text."""
+"""Text and tokens: finding a text in a prompt, the tokens of a word, and the text of each token."""
 
 import re
 import string
@@ -16,28 +16,28 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelView
 
 NO_TEXTS = {
-    "mean": "Only `attribute` takes a mean over queries; query='all' gives every one of them here.",
+    "mean": "Only `attribute` takes a mean over queries; use query='all' here for all of them.",
     "last": "The last token is query=-1.",
     "first": "The first token is query=0.",
 }
-"""What texts stand for that are no part of the prompt."""
+"""Hints for texts that users may pass with another meaning."""
 
 BYTE_PIECE = "<0x[0-9A-F]{2}>"
-"""What a vocabulary with byte fallback calls a byte."""
+"""The name of a byte in a vocabulary with byte fallback."""
 
 PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 OTHERS = [byte for byte in range(256) if byte not in PLAIN]
 BYTES = {chr(byte): byte for byte in PLAIN} | {chr(256 + number): byte for number, byte in enumerate(OTHERS)}
-"""The bytes that byte-level vocabularies write as letters (GPT-2's alphabet)."""
+"""The bytes that byte-level vocabularies write as characters (GPT-2's alphabet)."""
 
 BEFORE = (".", "\n", "a", "1", "(", "e.", "。")
-"""Texts after which a token is looked for: what merges with one of them is apart from another."""
+"""Texts after which tokenization is tried: a text that merges with one of them is separate after another."""
 
 Readable = tuple[list[list[str]], list[list[bool]] | None]
 
 
 def readable_tokens(view: ModelView, tokens: Tensor) -> Readable:
-    """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
+    """Return tokens as text, and which begin a word by the tokenizer's own marks (Ġ, ▁, or ## for continuation)."""
     if view.tokenizer is None:
         return [[f" {int(token)}" for token in row] for row in tokens], None  # each id reads as a word
     rows = tokens.tolist()
@@ -54,7 +54,7 @@ def readable_tokens(view: ModelView, tokens: Tensor) -> Readable:
 
 
 def special_positions(view: ModelView, prompt: Any) -> list[list[int]] | None:
-    """The positions of special tokens in each prompt, its real tokens only; None where no tokenizer names them."""
+    """Return the positions of special tokens among each prompt's real tokens; None if no tokenizer names them."""
     if prompt.kwargs["input"].is_floating_point():
         return [list(range(prompt.special)) for _ in prompt.tokens]
     if view.tokenizer is None:
@@ -72,7 +72,7 @@ class _Token(NamedTuple):
 
 
 class _Vocabulary:
-    """What a tokenizer makes of single tokens, each read once; `size` is how many it knows."""
+    """A tokenizer's single tokens, each read once; `size` is their number."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -83,7 +83,7 @@ class _Vocabulary:
         self._ids: dict[str, list[int]] = {}
 
     def read(self, tokens: Iterable[int]) -> Mapping[int, _Token]:
-        """These tokens by number, and perhaps others."""
+        """Return these tokens by number, possibly with others."""
         new = [token for token in dict.fromkeys(tokens) if token not in self._known]
         if new:
             pieces = self.tokenizer.convert_ids_to_tokens(new)
@@ -104,7 +104,7 @@ class _Vocabulary:
         return _Token(text, continues)
 
     def _of_bytes(self, piece: str, text: str) -> str:
-        """The text of a token that may be a part of a character, or a character that is a token of its own as well."""
+        """The text of a token that may be part of a character, or a character that is also a token."""
         if re.fullmatch(BYTE_PIECE, piece):
             return piece if "�" in text or self._number(text) is not None else text
         if not set(piece) <= BYTES.keys():
@@ -112,10 +112,10 @@ class _Vocabulary:
         return readable_bytes(bytes(BYTES[each] for each in piece))
 
     def ids(self, text: str) -> list[int]:
-        """Return the token of a text, or else the several or no tokens that it is.
+        """Return the id of a text that is one token, otherwise the ids of its several tokens, or none.
 
-        With a space before it a text begins a word, without it continues one; where only one of these is a token, that
-        is taken. WordPiece tokens have no spaces: ``##`` continues a word.
+        With a leading space a text begins a word, without one it continues a word; if only one of these is a token,
+        that is used. WordPiece tokens have no spaces: ``##`` continues a word.
         """
         if text not in self._ids:
             self._ids[text] = self._read_ids(text)
@@ -147,7 +147,7 @@ class _Vocabulary:
         return ids
 
     def _after_text(self, text: str) -> list[int]:
-        """The tokens of a text as they stand after another text, with which it shares none; none if it always does."""
+        """The tokens of a text that follows another text without sharing a token; none if it always shares one."""
         several: list[int] = []
         for before in BEFORE if text else ():
             first = self._encoded(before)
@@ -161,7 +161,7 @@ class _Vocabulary:
         return several
 
     def _spelled(self, text: str) -> int | None:
-        """The token that reads as this text, found by what the vocabulary calls it."""
+        """The token that reads as this text, found by its name in the vocabulary."""
         letters = {byte: letter for letter, byte in BYTES.items()}
         spellings = [text, text.replace(" ", "▁"), "".join(letters[byte] for byte in token_bytes(text))]
         numbers = [number for number in map(self._number, spellings) if number is not None]
@@ -171,7 +171,7 @@ class _Vocabulary:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _number(self, piece: str) -> int | None:
-        """The number of a token by what the vocabulary calls it; None where it has none of that name."""
+        """The number of a token by its name in the vocabulary; None if there is none."""
         number = self.tokenizer.convert_tokens_to_ids(piece)
         if number is None or (number == self.tokenizer.unk_token_id and piece != self.tokenizer.unk_token):
             return None
@@ -182,7 +182,7 @@ class _Vocabulary:
 
 
 def other_spacing(text: str) -> str:
-    """A text that begins a word as one that continues it, and the other way round; nothing for space alone."""
+    """Return a text with its leading space removed or added; empty for a mere space."""
     if not text.strip():
         return ""
     if text[:1].isspace():
@@ -191,12 +191,12 @@ def other_spacing(text: str) -> str:
 
 
 def token_text(view: ModelView, token: int) -> str:
-    """One token as text, as `readable_tokens` writes it."""
+    """Return one token as text, as in `readable_tokens`."""
     return _vocabulary_of(view).read([token])[token].text
 
 
 def text_ids(view: ModelView, text: str) -> list[int]:
-    """The id of a text that is one token, or the ids of its several tokens: see `_Vocabulary.ids`."""
+    """Return the id of a text that is one token, or the ids of its several tokens: see `_Vocabulary.ids`."""
     return _vocabulary_of(view).ids(text)
 
 
@@ -204,7 +204,7 @@ _vocabularies: "WeakKeyDictionary[ModelView, _Vocabulary]" = WeakKeyDictionary()
 
 
 def _vocabulary_of(view: ModelView) -> _Vocabulary:
-    """The vocabulary of a view's tokenizer, as long as that stays what it was."""
+    """Return the vocabulary of a view's tokenizer, cached while that is unchanged."""
     vocabulary = _vocabularies.get(view)
     tokenizer = view.tokenizer
     if vocabulary is None or vocabulary.tokenizer is not tokenizer or vocabulary.size != len(tokenizer):
@@ -216,8 +216,8 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Return every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
 
     White space at its ends is ignored, and punctuation if the text occurs only with it; ``##`` continues a word. Bytes
-    of a character that several tokens share are written as `readable_bytes` writes them. Raises `InvalidInputError` if
-    none.
+    of a character that is split over several tokens are written as in `readable_bytes`. Raises `InvalidInputError` if
+    there is no occurrence.
 
     >>> find(["If", " the", " file", " is", " un", "readable"], "file")
     [(2, 3)]
@@ -230,7 +230,7 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """
     lines = [(tokens, text)]
     is_pieces = any(token.startswith("##") for token in tokens)
-    if is_pieces or not any(map(str.isspace, "".join(tokens))):  # nor does a prompt of WordPiece need to have a ##
+    if is_pieces or not any(map(str.isspace, "".join(tokens))):  # a WordPiece prompt need not contain a ##
         apart = [_continued(token) for token in tokens]
         lines = [*lines[is_pieces:], (apart, text), (apart, _punctuation_apart(text))]
     for trimmed in (str.strip, _bare):
@@ -245,15 +245,15 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def _occurrences(texts: Sequence[str], wanted: str, trimmed: Callable[[str], str]) -> list[tuple[int, int]]:
-    """Return the tokens that cover each occurrence of a text, if they have nothing else but what is trimmed.
+    """Return the tokens that cover each occurrence of a text, if they contain nothing else that is not trimmed.
 
-    A token with part of a character covers it all, as in a tokenizer's offsets.
+    A token with part of a character covers the whole character, as in a tokenizer's offsets.
     """
     pieces = [token_bytes(text) for text in texts]
     whole = b"".join(pieces).decode("utf-8", "surrogateescape")
     characters = list(accumulate((len(each.encode("utf-8", "surrogateescape")) for each in whole), initial=0))
     limits = list(accumulate(map(len, pieces), initial=0))
-    after = [bisect_left(characters, limit) for limit in limits]  # of a limit inside a character, what follows it
+    after = [bisect_left(characters, limit) for limit in limits]  # for a limit inside a character, the one after it
     before = [bisect_right(characters, limit) - 1 for limit in limits]
     matches: dict[tuple[int, int], None] = {}
     at = whole.find(wanted) if wanted else -1
@@ -272,7 +272,7 @@ def _occurrences(texts: Sequence[str], wanted: str, trimmed: Callable[[str], str
 
 
 def joined(tokens: Sequence[str]) -> str:
-    """Tokens as one text, in which a character of several tokens is whole again.
+    """Join tokens into one text, restoring characters that were split over several tokens.
 
     >>> joined([" a", " <0xF0><0x9F>", "<0x98>", "<0x82>"])
     ' a 😂'
@@ -281,13 +281,13 @@ def joined(tokens: Sequence[str]) -> str:
 
 
 def readable_bytes(data: bytes) -> str:
-    """UTF-8 as text, with each byte that belongs to no whole character as ``<0xF0>``."""
+    """Decode UTF-8, with each byte that belongs to no complete character as ``<0xF0>``."""
     text = data.decode("utf-8", "surrogateescape")
     return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
 
 
 def token_bytes(token: str) -> bytes:
-    """The UTF-8 of a token, in which parts of characters are bytes again."""
+    """Encode a token as UTF-8, with parts of characters as bytes again."""
     data = token.encode("utf-8", "surrogatepass")
     return re.sub(rb"<0x([89A-F][0-9A-F])>", lambda byte: bytes([int(byte[1], 16)]), data)
 
@@ -299,23 +299,23 @@ def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[li
 
 
 def _continued(token: str) -> str:
-    """A token of WordPiece as it joins the text before it: after a space, or without one where it continues a word."""
+    """Return a WordPiece token as it continues a text: after a space, or without one if it continues a word."""
     return without_mark(token) if token.startswith("##") else f" {token}"
 
 
 def _punctuation_apart(text: str) -> str:
-    """A text with a space on either side of each sign, as tokens of WordPiece are joined."""
+    """Return a text with spaces around each punctuation mark, as WordPiece tokens are joined."""
     signs = {sign for sign in text if sign in string.punctuation or unicodedata.category(sign).startswith("P")}
     return " ".join("".join(f" {each} " if each in signs else each for each in text).split())
 
 
 def _bare(text: str) -> str:
-    """A text without white space and punctuation at its ends."""
+    """Return a text without white space and punctuation at its ends."""
     return text.strip(string.whitespace + string.punctuation)
 
 
 def word_starts(tokens: Sequence[str]) -> list[bool]:
-    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
+    """Return which tokens begin a word by white space only, for tokens without a tokenizer; ``##`` continues."""
     if any(token.startswith("##") for token in tokens):
         return [not token.startswith("##") for token in tokens]
     before = (" ", *tokens[:-1])
@@ -323,7 +323,7 @@ def word_starts(tokens: Sequence[str]) -> list[bool]:
 
 
 def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
-    """The word each token belongs to, counted from 0; padding is −1."""
+    """Return the word that each token belongs to, counted from 0; padding is −1."""
     ids = [-1] * len(starts)
     word = -1
     for position, (starts_word, real) in enumerate(zip(starts, mask, strict=True)):
@@ -335,5 +335,5 @@ def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
 
 
 def without_mark(token: str) -> str:
-    """A token without the ``##`` of WordPiece."""
+    """Return a token without WordPiece's ``##``."""
     return token.removeprefix("##")

@@ -1,4 +1,4 @@
-"""Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
+"""Result classes: what every method, circuit and evaluation returns, with ways to read, show and save it."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution, one_query as one_query
 from tensorlens_tl.results.circuit import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores

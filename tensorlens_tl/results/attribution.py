@@ -1,4 +1,4 @@
-"""One result for every method: scores of source tokens for queries, with what is needed to trust and show them."""
+"""The result of every attribution method: scores of source tokens for queries, with what is needed to check them."""
 
 import re
 from collections.abc import Sequence
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 AXES = ("batch", "query", "key")
 
 SPECIAL = "special"
-"""In `Attribution.without`: the tokenizer's special tokens."""
+"""For `Attribution.without`: the tokenizer's special tokens."""
 
 PATCH = " patch "
-"""What the names of an image's patches begin with; their row and column follow, from 0."""
+"""The prefix of an image patch's name; its row and column follow, counted from 0."""
 
 MOST_PROMPTS = 8
-"""Prompts of a batch that one picture shows."""
+"""How many prompts of a batch one picture shows."""
 
 
 class Shown(NamedTuple):
-    """What is drawn of one prompt: its source tokens with their positions, rows of the query axis, and their scores."""
+    """What is drawn of one prompt: source tokens with positions, rows of the query axis, and their scores."""
 
     positions: list[int]
     tokens: list[str]
@@ -59,30 +59,30 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attribution(Explained, QueryScores):
-    """Scores of source tokens, the result of every method.
+    """Scores of source tokens for queries: the result of every attribution method.
 
-    `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`, which writes numbers into a heat map.
+    `top`, `show` and `plot` take `batch` and `query`; `plot` also takes `values`, which prints numbers in a heat map.
 
     Attributes:
-        scores: `[batch, query, key]` unless `axes` says otherwise: what source token `key` adds at `query`.
+        scores: `[batch, query, key]` unless `axes` says otherwise: the contribution of source token `key` at `query`.
         tokens: readable tokens, one list per prompt.
         queries: the positions of the query axis, `[batch, query]`.
         mask: True at real tokens, `[batch, pos]`; padding has zero scores.
         axes: names of the axes of `scores`.
         layers: the method's local map per layer, `[layer, batch, query, key]`, if it has one.
-        bias: the part of the total that no source token explains, `[batch, query]`.
-        total: what scores and bias sum to if `additive`, `[batch, query]`.
-        gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
+        bias: the part of the total that no source token accounts for, `[batch, query]`.
+        total: the sum of scores and bias if `additive`, `[batch, query]`.
+        gap: the measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
-        sides: an encoder–decoder's side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for entries that are not
-            tokens), one list per prompt; None for other models.
-        word_starts: which tokens begin a word, for `merge_words`; None reads it from white space.
-        image: what an image model's patches tile, `[batch, channel, height, width]`.
+        sides: for an encoder–decoder, the side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for entries that
+            are not tokens), one list per prompt; None for other models.
+        word_starts: which tokens begin a word, for `merge_words`; None infers it from white space.
+        image: the image that an image model's patches tile, `[batch, channel, height, width]`.
         target: what the scores explain.
         method, options: how they were computed.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
-        special: positions of special tokens, such as BOS, one list per prompt; None if no tokenizer names them.
+        special: positions of special tokens, such as BOS, one list per prompt; None if no tokenizer identifies them.
         left_out: positions that `without` hides from pictures, tables and shares, one list per prompt.
     """
 
@@ -113,10 +113,10 @@ class Attribution(Explained, QueryScores):
     def of(
         cls, frozen: FrozenPass | Difference, scores: Tensor, *, method: str, query: Query = "all", **fields: Any
     ) -> "Attribution":
-        """Build an Attribution of a frozen pass: tokens, mask, positions and provenance are filled in.
+        """Build an Attribution for a frozen pass, filling in tokens, mask, positions and provenance.
 
-        A missing gap is measured where bias and total are given; that of an additive result is compared with what the
-        pass's proof allows, as in `FrozenPass.checked`.
+        If bias and total are given without a gap, the gap is measured; for an additive result it is compared with the
+        pass's tolerance, as in `FrozenPass.checked`.
 
         Args:
             frozen: the pass, or the difference of two.
@@ -126,7 +126,7 @@ class Attribution(Explained, QueryScores):
             fields: any other field of Attribution.
 
         Raises:
-            NumericalError: an additive sum misses its total in a pass frozen with ``strict=True`` (else a
+            NumericalError: an additive sum misses its total in a pass frozen with ``strict=True`` (otherwise a
                 `GapWarning`), or the gap is NaN.
 
         >>> scores = torch.rand(1, 7, 7)
@@ -152,7 +152,7 @@ class Attribution(Explained, QueryScores):
         return frozen.checked(attribution) if attribution.additive else attribution
 
     def _measured(self) -> "Attribution":
-        """The same, with how far its sums are from their totals, where both are known."""
+        """Return the same result with its gap measured, if bias and total are known."""
         if self.bias is None or self.total is None:
             return self
         return replace(self, gap=relative_gap(self.scores, self.bias, self.total))
@@ -169,28 +169,28 @@ class Attribution(Explained, QueryScores):
     # ------------------------------------------------------------------ reading
 
     def _parts(self, query: int | str = -1, batch: int = 0) -> Parts:
-        """Return the source tokens of one query that `without` left in; `query` as in `query_row`."""
+        """Return one query's source tokens, except those hidden by `without`; `query` as in `query_row`."""
         row = self._row(query, batch)
         positions = self.listed(batch)
         return Parts(row[positions], [self.tokens[batch][i] for i in positions], positions)
 
     def __getitem__(self, where: Any) -> list[Entry]:
-        """Return what the tokens of a text gave to the first prompt's last query: ``attribution["file"]``.
+        """Return the scores of a text's tokens for the first prompt's last query: ``attribution["file"]``.
 
-        There is one entry, with summed scores, for each place where the text occurs as whole tokens. An integer or a
-        slice picks positions. `score` takes other queries and prompts.
+        There is one entry, with summed scores, for each occurrence of the text as whole tokens. An integer or a slice
+        selects positions. Use `score` for other queries and prompts.
         """
         return self.score(where)
 
     def score(self, where: str | Whole | slice, query: int | str = -1, batch: int = 0) -> list[Entry]:
-        """Return what some source tokens gave to one query.
+        """Return the scores of some source tokens for one query.
 
         Args:
             where: a text of whole tokens (outer spaces are ignored), a position (negative: from the end), or a slice.
             query, batch: as in `top`.
 
         Returns:
-            One entry for each occurrence: its first position, its tokens, the sum of their scores.
+            One entry per occurrence: its first position, its tokens, and the sum of their scores.
 
         Raises:
             InvalidInputError: the text does not occur, or a position is out of range.
@@ -209,7 +209,7 @@ class Attribution(Explained, QueryScores):
 
     @staticmethod
     def _position(where: Any, mask: list[bool]) -> int:
-        """A real token's position; a negative one counts from the last real token."""
+        """Return a real token's position; negative ones count from the last real token."""
         place = whole_number("position", where, -sum(mask), len(mask) - 1)
         if place < 0:
             place = [i for i, real in enumerate(mask) if real][place]
@@ -218,7 +218,7 @@ class Attribution(Explained, QueryScores):
         return place
 
     def _ipython_key_completions_(self) -> list[str]:
-        """The tokens of the first prompt, for ``attribution["<tab>``."""
+        """Return the first prompt's tokens, to complete ``attribution["<tab>``."""
         return sorted({token.strip() for token in self.tokens[0]} - {""})
 
     def _row(self, query: int | str, batch: int) -> Float[Tensor, "key"]:
@@ -229,16 +229,15 @@ class Attribution(Explained, QueryScores):
         """Hide some source tokens from tables, pictures and shares.
 
         A prompt's first token often receives most of a logit and says little about the text. Scores do not change, so
-        the
-        sum still holds: tables show what is hidden as one line.
+        the sum still holds: tables show the hidden tokens as one line.
 
         Args:
-            what: ``"special"`` for special tokens (BOS, EOS, marks of a chat), texts of whole tokens, or positions
-                (negative: from the end). Some prompts may lack a text.
+            what: ``"special"`` for special tokens (BOS, EOS, chat markup), texts of whole tokens, or positions
+                (negative ones count from the end). A text must occur in at least one prompt.
 
         Raises:
-            InvalidInputError: nothing is named, no tokenizer names special tokens, no prompt has the text, a position
-                is out of range or in the generated text that is explained, or nothing would remain.
+            InvalidInputError: nothing is named, no tokenizer identifies special tokens, no prompt contains the text, a
+                position is out of range or in the explained generated text, or no token would remain.
 
         >>> attribution = tlens.attribute(frozen, " value").without(0)
         >>> 0 in [entry.position for entry in attribution.top(7)], len(attribution.top(7))
@@ -261,7 +260,7 @@ class Attribution(Explained, QueryScores):
         return replace(self, left_out=[sorted(row) for row in out])
 
     def _named(self, one: str | int) -> list[list[int]]:
-        """The positions of each prompt that an argument of `without` names."""
+        """Return the positions in each prompt that one argument of `without` names."""
         masks = self.mask.tolist()
         if not isinstance(one, str):
             return [[self._position(one, mask)] for mask in masks]
@@ -269,7 +268,7 @@ class Attribution(Explained, QueryScores):
             if self.special is None:
                 raise InvalidInputError(
                     "without('special'): this result does not know which tokens are special (no tokenizer, or an older "
-                    "file); name their positions, without(0)."
+                    "file); name their positions instead, as in without(0)."
                 )
             starts = [first for first, _ in self.options.get(OF_GENERATED[0], [])] or [len(masks[0])] * len(masks)
             return [[at for at in row if at < start] for row, start in zip(self.special, starts, strict=True)]
@@ -285,7 +284,7 @@ class Attribution(Explained, QueryScores):
         return by_prompt
 
     def normalize(self) -> "Attribution":
-        """Divide scores by the sum of their absolute values, per query; no longer additive, zero where `without` hides.
+        """Divide scores by their absolute sum per query. Not additive any more; tokens hidden by `without` become zero.
 
         >>> shares = tlens.attribute(frozen, " value").normalize()
         >>> round(shares.scores[0, -1].abs().sum().item(), 5)
@@ -300,16 +299,16 @@ class Attribution(Explained, QueryScores):
         return replace(self, scores=scores, additive=False, bias=None, total=None, gap=None, stderr=None)
 
     def merge_words(self) -> "Attribution":
-        """Join sub-word tokens into words: sum scores over a word's keys, average them over its queries.
+        """Merge sub-word tokens into words: sum scores over a word's keys, average them over its queries.
 
-        Words start where the tokenizer says (`word_starts`), else at white space. Sums over keys are kept.
+        Words start where the tokenizer says (`word_starts`), or else at white space. Sums over keys are preserved.
 
         >>> words = tlens.attribute(frozen, " value").merge_words()
         >>> len(words.tokens[0])
         6
         """
         if self.axes != AXES:
-            raise InvalidInputError(f"merge_words: needs scores [batch, query, key], these are {self.axes}.")
+            raise InvalidInputError(f"merge_words: needs scores [batch, query, key], but these are {self.axes}.")
         starts = self.word_starts or [word_starts(row) for row in self.tokens]
         words = [word_ids(row, mask) for row, mask in zip(starts, self.mask.tolist(), strict=True)]
         count = max(max(row) for row in words) + 1
@@ -320,11 +319,11 @@ class Attribution(Explained, QueryScores):
         first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
         options = self._with_next_tokens()
         left_out = {OF_GENERATED[0]}  # a word may begin in the prompt
-        if OF_GENERATED[1] in options:  # positions of tokens
+        if OF_GENERATED[1] in options:  # token positions
             pairs = zip(words, options[OF_GENERATED[1]], strict=True)
             options = options | {OF_GENERATED[1]: [[row[place] for place in places] for row, places in pairs]}
         if n_queries > 1 and OF_GENERATED[1] not in options and torch.equal(self.queries, first_queries):
-            # every query, or the first of them: the last key may be a bias instead of a token
+            # all queries, or only the first ones: the last key may be a bias rather than a token
             if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
             members = membership[:, :n_queries]
@@ -351,7 +350,7 @@ class Attribution(Explained, QueryScores):
         )
 
     def _of_queries(self, weights: Float[Tensor, "batch new query"], scores: Tensor) -> dict[str, Tensor | None]:
-        """The fields that have a query axis, of queries that are weighted sums of those that `scores` are of."""
+        """Return the fields with a query axis for new queries, weighted sums of the old ones."""
         axis = self.axes.index("query")
         scores = torch.einsum("bnq,bq...->bn...", weights, scores.movedim(axis, 1)).movedim(1, axis)
 
@@ -362,11 +361,11 @@ class Attribution(Explained, QueryScores):
         return {"scores": scores, "bias": bias, "total": total, "gap": None}
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return a long table: a line per prompt, query and source token, and one for each query's bias and total.
+        """Return a long table: a row per prompt, query and source token, and one for each query's bias and total.
 
-        Columns (see `COLUMNS`): the axes, ``query_token`` (in generated text, what is explained), ``key_token``, an
-        encoder–decoder's sides, ``kind``, ``generated``, ``method``, ``target`` and ``score``. Lines of the kinds
-        ``"token"`` and ``"bias"`` sum to the ``"total"`` line where the result is additive.
+        Columns (see `COLUMNS`): the axes, ``query_token`` (in generated text, the explained tokens), ``key_token``, an
+        encoder–decoder's sides, ``kind``, ``generated``, ``method``, ``target`` and ``score``. If the result is
+        additive, rows of kind ``"token"`` and ``"bias"`` sum to the ``"total"`` row.
 
         >>> frame = tlens.attribute(frozen, " value").to_dataframe()
         >>> frame["kind"].value_counts().to_dict()
@@ -391,7 +390,7 @@ class Attribution(Explained, QueryScores):
 
         batch, row = (frame[name].to_numpy() for name in ("batch", "query"))
         positions = self.queries.cpu().numpy()[batch, row]
-        keys = frame["key"].fillna(-1).astype(int)  # −1, the last, of a line that is about no token
+        keys = frame["key"].fillna(-1).astype(int)  # −1 (the last) for rows that concern no token
         prompts = range(len(self.tokens))
         texts, targets = (list(map(words, prompts)) for words in (self._query_texts, self._target_texts))
         names = [[*tokens, ""] for tokens in self.tokens]
@@ -430,7 +429,7 @@ class Attribution(Explained, QueryScores):
         if len(axes) != len(shape):
             return f"scores have {len(shape)} axes, {shape}, but {len(axes)} are named, {axes}"
         if len(set(axes)) != len(axes) or [axis for axis in axes if axis in AXES] != list(AXES):
-            return f"axes are {axes}; they must hold {', '.join(AXES)} once each, in this order"
+            return f"axes are {axes}; they must include {', '.join(AXES)} once each, in this order"
         if axes[0] != "batch":
             return f"axes are {axes}; the first must be 'batch'"
         batch, queries, keys = (shape[axes.index(axis)] for axis in AXES)
@@ -446,16 +445,16 @@ class Attribution(Explained, QueryScores):
             return "queries lie outside the prompt"
         for lines in filter(None, (self.tokens, self.word_starts, self.sides)):
             if [len(line) for line in lines] != [keys] * batch:
-                return f"tokens are not {keys} for each of {batch} prompts"
+                return f"there are not {keys} tokens for each of {batch} prompts"
         for lines in filter(None, (self.special, self.left_out)):
             if len(lines) != batch or not all(0 <= at < keys for line in lines for at in line):
-                return "special tokens, or those left out, are not positions of the prompts"
+                return "special or hidden tokens include positions outside the prompts"
         if not {side for line in self.sides or () for side in line} <= {"encoder", "decoder", ""}:
             return "sides are neither 'encoder' nor 'decoder'"
         return ""
 
     def _aligned(self, other: Any) -> tuple[Any, Any]:
-        """Return another result of the same prompt, queries and weight processing, on which logits depend."""
+        """Check that another result is for the same prompt, queries and weight processing (which logits depend on)."""
         processing = [result.provenance.get("weight_processing") for result in (self, other)]
         for name, left, right in (
             ("tokens", self.tokens, other.tokens),
@@ -489,12 +488,11 @@ class Attribution(Explained, QueryScores):
 
     @property
     def heading(self) -> str:
-        """The title of its page."""
+        """The title of the result's page."""
         return self.describe()
 
     def describe(self, batch: int | None = None, row: int | None = None) -> str:
-        """Say in one line what the scores are, of one prompt's own target or (None) of all, for one query `row` or
-        all."""
+        """Describe the scores in one line: for one prompt or (None) all, and for one query `row` or all."""
         target = shown_target(self.target)
         if batch is not None:
             target = self._target_of_prompt(batch, row)
@@ -505,7 +503,7 @@ class Attribution(Explained, QueryScores):
         return " · ".join(notes)
 
     def _shown_miss(self) -> str:
-        """How far the sums are from their totals, where that shows in the four digits of a table: half precision."""
+        """Describe how far sums miss their totals if it is visible in a table's four digits, as in half precision."""
         if self.bias is None or self.total is None or tuple(self.axes) != AXES:
             return ""
         missed = (self.scores.sum(-1) + self.bias - self.total).abs()
@@ -514,7 +512,7 @@ class Attribution(Explained, QueryScores):
         return f", {self.provenance.get('dtype', 'rounding')} is off by up to {float(missed.max()):.2g}"
 
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
-        """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""
+        """Return one prompt's scores as shown: other axes (such as heads) averaged, vectors reduced to their norm."""
         check_batch(batch, self.tokens)
         scores = self.scores[batch].detach()
         axes = list(self.axes[1:])
@@ -526,8 +524,7 @@ class Attribution(Explained, QueryScores):
         return scores
 
     def _html(self, k: int, batch: int | None = None) -> str:
-        """Draw coloured text for one query, a matrix for several, patches over an image; without `batch` the first
-        few prompts."""
+        """Draw one query as coloured text, several as a matrix, images as patches; by default the first few prompts."""
         prompts, left = self._prompts(batch)
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
@@ -535,7 +532,7 @@ class Attribution(Explained, QueryScores):
         return self._panel(*parts)
 
     def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
-        """A table of one query's top tokens, of one prompt, or (None) of the first few."""
+        """Print the top tokens of one query, for one prompt or (None) the first few."""
         prompts, left = self._prompts(batch)
         for prompt in prompts:
             self._print_table(k, query, prompt)
@@ -543,7 +540,7 @@ class Attribution(Explained, QueryScores):
             print(f"{left} more prompts: show(batch={MOST_PROMPTS}) …")
 
     def _prompts(self, batch: int | None) -> tuple[Sequence[int], int]:
-        """The prompts that one picture shows, and how many more there are."""
+        """Return the prompts that one picture shows, and how many more there are."""
         if batch is not None:
             check_batch(batch, self.tokens)
             return [batch], 0
@@ -587,7 +584,7 @@ class Attribution(Explained, QueryScores):
     ) -> Any:
         """Draw one prompt: one query as coloured text or over an image, several as a heat map; `k` has no effect.
 
-        `values` writes numbers into the cells; None does so where they fit.
+        `values` prints numbers in the cells; None does so where they fit.
         """
         batch = batch or 0
         keys, tokens, rows, plane = self._shown(batch, query)
@@ -619,24 +616,24 @@ class Attribution(Explained, QueryScores):
         return f"{len(left)} left out: {number(float(self.plane(batch)[row][left].sum()))}"
 
     def _sink_note(self, batch: int, row: int) -> str:
-        """What to do where most of a query's score is the first token's, which says little about the text."""
+        """Say what to do if most of a query's score belongs to the first token, which says little about the text."""
         listed = self.listed(batch)
         sizes = self.plane(batch)[row].abs()[listed]
         if len(listed) < 3 or listed[0] == int(self.queries[batch, row]) or not bool(sizes[0] > sizes[1:].sum()):
             return ""
         share = float(sizes[0] / sizes.sum())
         note = f"position {listed[0]} has {share:.0%} of all scores; without({listed[0]}) leaves it out"
-        if self.target and MINUS not in self.target:  # a map of token pairs has no other token to compare with
+        if self.target and MINUS not in self.target:  # a map of token pairs has no contrast
             note += ", and a contrast (minus=) often cancels it"
         return f"{note}."
 
     def _bias_note(self, batch: int, row: int) -> str:
-        """What explains the bias, where it is larger than all scores together: a steering vector's effect, say."""
+        """Say how to explain the bias if it exceeds all scores together, as with a steering vector."""
         if self.bias is None or not self.additive or not re.search("logit|direction", self.target or ""):
             return ""
         if not bool(self.bias[batch, row].abs() > self.plane(batch)[row].abs().sum()):
             return ""
-        return "Most of it belongs to no token: circuits.logit_attribution splits the bias into what adds to it."
+        return "Most of it belongs to no token: circuits.logit_attribution splits the bias into its parts."
 
     def _is_generated(self) -> bool:
         return set(OF_GENERATED) <= set(self.options)
@@ -653,19 +650,19 @@ class Attribution(Explained, QueryScores):
     # ------------------------------------------------------------------ arrays
 
     def listed(self, batch: int) -> list[int]:
-        """The positions of real source tokens that are not left out."""
+        """Return the positions of real source tokens that are not hidden."""
         return self._listed[batch].nonzero()[:, 0].tolist()
 
     @property
     def _listed(self) -> Bool[Tensor, "batch key"]:
-        """Which source tokens are real, and not left out."""
+        """Return which source tokens are real and not hidden."""
         listed = self.mask.clone()
         for row, positions in zip(listed, self.left_out or [], strict=False):
             row[positions] = False
         return listed
 
     def _shown(self, batch: int, query: int | str | None = None) -> "Shown":
-        """What is drawn of one prompt: all real queries, or one."""
+        """Return what is drawn of one prompt: one real query, or all."""
         check_batch(batch, self.tokens)
         rows = self._real_rows(batch)
         if query is not None:
@@ -675,7 +672,7 @@ class Attribution(Explained, QueryScores):
         return Shown(positions, [self.tokens[batch][position] for position in positions], rows, plane)
 
     def _sums_note(self, batch: int, row: int) -> str:
-        """The bias and the total of a query; nothing where one is unknown."""
+        """Describe bias and total of a query; empty if either is unknown."""
         if self.bias is None or self.total is None:
             return ""
         bias, total = (float(values[batch, row]) for values in (self.bias, self.total))
@@ -699,7 +696,7 @@ class Attribution(Explained, QueryScores):
         for name, planes in self._stacks(batch):
             chosen = rows
             labels = [token for _, token in queries]
-            if planes.shape[1] != self.queries.shape[1]:  # layers may hold every query beside scores of one
+            if planes.shape[1] != self.queries.shape[1]:  # layers may hold all queries, while scores hold one
                 chosen, labels = keys, tokens
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, keys], labels))
         label = self.describe(batch)
@@ -716,14 +713,14 @@ class Attribution(Explained, QueryScores):
         return self._image_html(batch, plane[0], tokens) + prompt_html
 
     def _target_notes(self, batch: int, rows: list[int]) -> list[str]:
-        """What is explained of a prompt and its queries, where the title cannot say it."""
+        """Say what is explained for a prompt and its queries, if the title does not."""
         if self._target_of_prompt(batch) == shown_target(self.target) and self.target == shown_target(self.target):
             return []
         texts = self._target_texts(batch)
         return list(dict.fromkeys(texts[row] for row in rows))
 
     def _generated_html(self, batch: int) -> str:
-        """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
+        """Draw generated text: select a token to see its sources; below, a folded matrix of all pairs."""
         keys, tokens, rows, plane = self._shown(batch)
         columns = {position: column for column, position in enumerate(keys)}
         targets = [columns[position] for position in self.options["asked"][batch]]
@@ -743,7 +740,7 @@ class Attribution(Explained, QueryScores):
         return f"{picture}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
-        """One query's scores over the image, beside those of tokens that are no patch."""
+        """Draw one query's scores over the image, next to those of tokens that are not patches."""
         assert self.image is not None
         patches, rows, columns = _patches(tokens)
         if not patches:
@@ -757,7 +754,7 @@ class Attribution(Explained, QueryScores):
         )
 
     def _stacks(self, batch: int) -> list[tuple[str, np.ndarray]]:
-        """What can be taken apart further, `[plane, query, key]` each: a head axis, and layers."""
+        """Return the scores in more detail, `[plane, query, key]` each: by head, and by layer."""
         stacks = []
         for axis in self.axes:
             if axis not in (*AXES, "d_model"):
@@ -774,9 +771,9 @@ class Attribution(Explained, QueryScores):
 
 
 def one_query(result: Attribution, *, mean: bool) -> Attribution:
-    """Return the sum (or mean) of the scores of every prompt's real queries, at the last of them.
+    """Sum (or average) the scores of each prompt's real queries, placed at its last query.
 
-    Bias and total likewise, so that sums hold. Standard errors are not independent, and left out.
+    Bias and total are treated alike, so sums still hold. Standard errors, which are not independent, are dropped.
     """
     queries = result.queries.to(result.mask.device)
     real = torch.take_along_dim(result.mask, queries, dim=1)
@@ -790,7 +787,7 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
-    """The text of each word of a prompt: its tokens joined, without their marks of a word's start."""
+    """Return the text of each word of a prompt: its tokens joined, without word-start marks."""
     parts: list[list[str]] = [[] for _ in range(count)]
     for token, word in zip(tokens, words, strict=True):
         if word >= 0:
@@ -799,20 +796,20 @@ def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
 
 
 def _words_of(positions: list[list[int]] | None, words: list[list[int]]) -> list[list[int]] | None:
-    """The words that some positions of each prompt belong to."""
+    """Map token positions of each prompt to the words they belong to."""
     if positions is None:
         return None
     return [sorted({of_token[at] for at in row}) for row, of_token in zip(positions, words, strict=True)]
 
 
 def _word_sides(sides: list[str], words: list[int], count: int) -> list[str]:
-    """The side of each word of a prompt, that of its first token; empty where the prompt has fewer words."""
+    """Return the side of each word, that of its first token; padded with empty strings."""
     side_of = dict(zip(words[::-1], sides[::-1], strict=True))
     return [side_of.get(word, "") for word in range(count)]
 
 
 def _patches(tokens: Sequence[str]) -> tuple[list[int], int, int]:
-    """Which tokens are patches of an image, and the rows and columns that they make."""
+    """Return which tokens are image patches, and the numbers of rows and columns they form."""
     patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
     if not patches:
         return [], 0, 0

@@ -1,21 +1,21 @@
-"""Edges between the parts of a model: their names, their scores, circuits of some of them, and what files hold.
+"""Circuits: edges between the parts of a model, their names and scores, and the files that store them.
 
-An edge leads from what one node writes to what a later one reads. Nodes that write are *sources*: the first block's
-input (``"embed"``), heads, MLPs. What reads are *destinations*: a head's queries, keys and values (``"L1H0.q"``,
-``"L1H0.k"``, ``"L1H0.v"``) and a gate of what it gives (``"L1H0.g"``), MLPs, and the target. An edge is called
-``"L0H3 → L1H0.k"``, one into cross-attention ``"L0H3 → L2.cross.H0.k"``.
+An edge leads from one node's output to a later node's input. Nodes that write to the residual stream are *sources*: the
+first block's input (``"embed"``), heads and MLPs. *Destinations* read from it: a head's queries, keys and values
+(``"L1H0.q"``, ``"L1H0.k"``, ``"L1H0.v"``) and the gate of its output (``"L1H0.g"``), MLPs, and the target. An edge is
+named ``"L0H3 → L1H0.k"``; an edge into cross-attention ``"L0H3 → L2.cross.H0.k"``.
 
-A circuit is shown as a picture, as networkx' graph, and as circuit-tracer's JSON. A head is one node, and its queries,
-keys and values are told apart by its edges: each has ``reads``. Between the same two nodes there can be three of them,
-so that the graph is a multigraph.
+A circuit can be shown as a picture, as a networkx graph, and as circuit-tracer JSON. A head is one node; its edges
+carry an attribute ``reads`` that distinguishes queries, keys and values. Since two nodes can be connected by three
+such edges, the graph is a multigraph.
 
-circuit-tracer's files and pages have one link between two nodes. What a head reads is a node of its own there, such as
-``L1H0.k``, and a link leads from it into the head, whose weight is the sum of the edges read that way (``reads`` says
-so too). Circuits are about no position: all nodes stand at the first one.
+circuit-tracer's files allow one link between two nodes. There, each input of a head is a node of its own, such as
+``L1H0.k``, with a link into the head whose weight is the sum of its edges (and whose ``reads`` is set as well).
+Circuits have no positions: all nodes are placed at the first one.
 
-Files of circuits are the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025): an object with
-`cfg`, `nodes` (name → ``{"in_graph": …}``) and `edges` (name → ``{"score": …, "in_graph": …}``); nodes are called
-``input``, ``a0.h1``, ``m0``, ``logits``, edges ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
+Circuit files use the JSON format of the Mechanistic Interpretability Benchmark (Mueller et al. 2025): an object with
+`cfg`, `nodes` (name → ``{"in_graph": …}``) and `edges` (name → ``{"score": …, "in_graph": …}``). Nodes are named
+``input``, ``a0.h1``, ``m0``, ``logits``; edges ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
 """
 
 import gzip
@@ -56,51 +56,50 @@ CHOICES = ("top", "greedy")
 ARROW = " → "
 TARGET = "target"
 HEAD = r"L\d+(?:\.cross\.)?H\d+"
-"""What heads are called: of self-attention ``"L0H3"``, of cross-attention ``"L2.cross.H3"``."""
+"""Matches head names: ``"L0H3"`` in self-attention, ``"L2.cross.H3"`` in cross-attention."""
 READS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
-"""What a head reads, by the letter in the names of its edges, in the order of the forward pass."""
+"""A head's inputs by the letter in edge names, in forward-pass order."""
 
 EXPORTED = {
     frozenset(["graph", "nodes", "links"]): "networkx' node-link form, which export() writes for other tools",
     frozenset(["metadata", "nodes", "links"]): "circuit-tracer's JSON, which export() writes for other tools",
 }
-"""What a JSON file is that has these names."""
+"""Kinds of JSON files, by the keys they contain."""
 
 OF_ENDING = {".graphml": "GraphML, which networkx.read_graphml reads"}
-"""What kind of XML it is."""
+"""Kinds of XML files, by ending."""
 
 BENCHMARK_NAMES = {"embed": "input", TARGET: "logits"}
 
 EVERYWHERE = "every position"
-"""The one token of a circuit in circuit-tracer's files."""
+"""The only token of a circuit in circuit-tracer's files."""
 
 SHOWN_EDGES = 200
-"""Edges of a circuit that a picture shows."""
+"""How many of a circuit's edges a picture shows."""
 
 
 def node_read_at(destination: str) -> str:
-    """The node that a destination belongs to: ``"L0H3"`` of ``"L0H3.q"``."""
+    """Return the node that a destination belongs to: ``"L0H3"`` for ``"L0H3.q"``."""
     return re.sub(r"(H\d+)\.[qkvg]$", r"\1", destination)
 
 
 def place(name: str) -> tuple[int, int, str, int]:
-    """Return where a name comes in the forward pass: a layer's heads (and cross-attention's), its MLP, what hooks
-    add."""
+    """Return a sort key for forward-pass order: by layer; heads (cross-attention's too), then MLP, then hooks."""
     if name == TARGET:
         return sys.maxsize, 0, "", 0
     match = re.fullmatch(r"L(\d+)(\.cross\.)?H(\d+)(?:\.([qkvg]))?", name)
     if match is not None:
         layer, cross, head, letter = match.groups()
         order = "" if letter is None else str(list(READS).index(letter))
-        return int(layer), 0, "4" * bool(cross) + order, int(head)  # cross-attention comes after all that
+        return int(layer), 0, "4" * bool(cross) + order, int(head)  # cross-attention comes after self-attention
     number = re.search(r"\d+", name)
     if number is None:
         return -1, 0, "", 0
-    return int(number[0]), {"mixer": 0, "mlp": 1}.get(kind_of(name), 2), name, 0  # what hooks add comes last
+    return int(number[0]), {"mixer": 0, "mlp": 1}.get(kind_of(name), 2), name, 0  # hooks' additions come last
 
 
 def kind_of(name: str) -> str:
-    """What a node is: embedding, head, mixer, mlp, target, or a bias, which a hook adds."""
+    """Return a node's kind: embedding, head, mixer, mlp, target, or bias (added by a hook)."""
     kinds = {
         "target": TARGET,
         "embedding": "embed",
@@ -113,15 +112,15 @@ def kind_of(name: str) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EdgeScores(Scored):
-    """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
+    """A score for every edge and prompt: the drop in the target when the edge carries its corrupted value.
 
-    `top`, `show` and `plot` take `batch`; without it they show the mean over prompts.
+    `top`, `show` and `plot` take `batch`; by default they show the mean over prompts.
 
     Attributes:
-        sources, destinations: names along the two axes, in the order of the forward pass.
+        sources, destinations: names along the two axes, in forward-pass order.
         scores: `[batch, source, destination]`, zero where there is no edge.
         exists: which pairs are edges, `[source, destination]`.
-        clean, corrupted: the target's number for the two prompts, before any final soft cap, `[batch]`.
+        clean, corrupted: the target's value on the two prompts, before any final soft cap, `[batch]`.
         target: what the scores explain.
         method: how they were computed.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
@@ -166,18 +165,18 @@ class EdgeScores(Scored):
         return self.scores[(slice(None), *pair)]
 
     def __sub__(self, other: "EdgeScores") -> "EdgeScores":
-        """Each edge's score less another result's: of another target, method or model, for as many prompts.
+        """Subtract another result's scores edge by edge: for another target, method or model, with as many prompts.
 
         Raises:
-            InvalidInputError: other edges, or another number of prompts.
+            InvalidInputError: the edges or the number of prompts differ.
         """
         if not isinstance(other, EdgeScores):
             return NotImplemented
         same = self.sources == other.sources and self.destinations == other.destinations
         if not same or self.scores.shape != other.scores.shape or not torch.equal(self.exists, other.exists):
             raise InvalidInputError(
-                f"a − b: {len(self)} and {len(other)} edges of {len(self.scores)} and {len(other.scores)} prompts are "
-                "not the same ones; subtract scores of the same edges and as many prompts."
+                f"a − b: {len(self)} and {len(other)} edges of {len(self.scores)} and {len(other.scores)} prompts do "
+                "not match; subtract scores of the same edges and of as many prompts."
             )
         refuse_ranked(self.target, other.target)
         changed: dict[str, Any] = {}
@@ -189,18 +188,18 @@ class EdgeScores(Scored):
         return self._plain(**changed, provenance=provenance_of_both(self, other))
 
     def mean(self) -> "EdgeScores":
-        """The mean over prompts, as of one prompt."""
+        """Return the mean over prompts, as a result for one prompt."""
         means = {name: getattr(self, name).mean(0, keepdim=True) for name in ("scores", "clean", "corrupted")}
         over = prompts_in_words(len(self.scores))
         return self._plain(**means, by_position=None, target=f"{self.target}, mean of {over}")
 
     def _plain(self, **fields: Any) -> "EdgeScores":
-        """The same with other fields, as scores of no further kind: what these have besides is of single runs."""
+        """Return the scores with some fields replaced, as plain `EdgeScores`: other data belongs to single runs."""
         stated = {one.name: getattr(self, one.name) for one in dataclass_fields(EdgeScores)}
         return EdgeScores(**stated | fields)
 
     def _parts(self, batch: int | None = None) -> Parts:
-        """The edges of one prompt, or of the mean over prompts; those of largest score first."""
+        """Return the edges of one prompt, or of the mean over prompts, by descending score."""
         scores = self._row(batch)
         order = edge_order(scores, self.exists, self.sources, self.destinations)
         return Parts(scores.flatten()[order], [self._name(edge) for edge in order.tolist()])
@@ -214,18 +213,18 @@ class EdgeScores(Scored):
         choice: str = "top",
         prune: bool = True,
     ) -> "Circuit":
-        """Return the circuit of the best edges, without those on no path from the input to the target.
+        """Return the circuit of the best edges, dropping those on no path from the input to the target.
 
         Args:
-            edges: how many are chosen, before pruning: in a small circuit of a deep model half of them may go.
+            edges: how many to choose, before pruning; in a small circuit of a deep model, half of them may be pruned.
             batch: choose by one prompt's scores, or (None) by the mean.
-            absolute: choose by size; else the most positive first.
-            choice: ``"top"`` takes the best edges anywhere; ``"greedy"`` the best of those that lead into what is
-                already reached, from the target backwards.
-            prune: False keeps the edges on no such path, which have no effect.
+            absolute: choose by absolute score; otherwise the most positive first.
+            choice: ``"top"`` takes the best edges anywhere; ``"greedy"`` works backwards from the target, taking the
+                best edges into nodes already reached.
+            prune: False keeps edges on no such path, which have no effect.
 
         Raises:
-            InvalidInputError: more edges than there are, or no such choice or prompt.
+            InvalidInputError: more edges than the model has, or no such choice or prompt.
 
         >>> corrupted = tlens.freeze(model, "Return the name. Return the")
         >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
@@ -247,7 +246,7 @@ class EdgeScores(Scored):
         )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per prompt and edge: batch, source, destination, method, target, score."""
+        """Return one row per prompt and edge: batch, source, destination, method, target, score."""
         axes = {"batch": None, "source": self.sources, "destination": self.destinations}
         targets = targets_of_queries(self.target, torch.zeros(len(self.scores), 1, dtype=torch.long))
         columns = {"method": self.method, "target": np.array(targets, dtype=object)[:, 0]}
@@ -255,7 +254,7 @@ class EdgeScores(Scored):
         return long_table(self, self.scores, axes, real=self.exists.cpu(), **columns)
 
     def _columns(self) -> dict[str, Tensor]:
-        """Further columns of a table."""
+        """Return additional columns of the table."""
         return {}
 
     def _bars(self, k: int, batch: int | None = None) -> Bars:
@@ -293,10 +292,10 @@ def edge_order(
     absolute: bool = True,
     choice: str = "top",
 ) -> Int[Tensor, "edge"]:
-    """All edges in the order in which circuits take them in, by their number in the flattened matrix of scores."""
+    """Return all edges in the order in which circuits include them, as indices into the flattened score matrix."""
     check_choice("choice", choice, CHOICES)
     if not bool(torch.isfinite(scores[exists]).all()):
-        raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
+        raise InvalidInputError("edges: some scores are not finite, so edges cannot be ordered.")
     size = scores
     if absolute:
         size = scores.abs()
@@ -328,15 +327,15 @@ def edge_order(
 def pruned(
     selection: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
 ) -> Bool[Tensor, "*row source destination"]:
-    """Drop the edges on no path from the input (or what hooks add) to the target; leading axes are many circuits."""
+    """Drop edges on no path from the input (or a hook's addition) to the target; leading axes are several circuits."""
     node_of = [node_read_at(name) for name in destinations]
     entries = torch.tensor(
         [[node == name for node in node_of] for name in sources], device=selection.device
-    )  # [source, destination]: what the node reads at
+    )  # [source, destination]: the node that the destination belongs to
     fed = torch.zeros(selection.shape[:-1], dtype=torch.bool, device=selection.device)
-    fed[..., ~entries.any(1)] = True  # what reads nothing: the embedding, and what hooks add
+    fed[..., ~entries.any(1)] = True  # nodes without inputs: the embedding and hooks' additions
     reading = entries.any(1).nonzero()[:, 0].tolist()
-    for source in reading:  # in the order of the forward pass: what feeds a node is known before it
+    for source in reading:  # in forward-pass order, so that a node's inputs are known before it
         fed[..., source] = (selection[..., entries[source]] & fed[..., None]).flatten(-2).any(-1)
     used = torch.zeros_like(fed)
     to_target = torch.tensor([name == TARGET for name in node_of], device=selection.device)
@@ -349,18 +348,18 @@ def pruned(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuit(SharedGraph):
-    """Some edges of a model; all others carry what they carry for the corrupted prompt.
+    """A subset of a model's edges; all others carry their value on the corrupted prompt.
 
-    `show`, `plot` and `to_html` draw the k largest edges as a graph, with lines of their own for a head's queries, keys
-    and values; ``plot(kind="matrix")`` draws all. `save` writes the Mechanistic Interpretability Benchmark's JSON,
-    which `load` reads, to a name without an ending, in ``.json`` or ``.json.gz`` (every edge of the model is in it); a
-    multigraph for Gephi, Cytoscape or yEd to ``.graphml``; and pages, tables and figures as every result does. `export`
-    writes the JSON of networkx and of circuit-tracer.
+    `show`, `plot` and `to_html` draw the k largest edges as a graph, with separate lines for a head's queries, keys and
+    values; ``plot(kind="matrix")`` draws all of them. `save` writes the Mechanistic Interpretability Benchmark's JSON,
+    which includes every edge of the model and which `load` reads, to a name without an ending, in ``.json`` or
+    ``.json.gz``; a multigraph for Gephi, Cytoscape or yEd to ``.graphml``; and pages, tables and figures as for any
+    result. `export` writes the JSON of networkx and circuit-tracer.
 
     Attributes:
         sources, destinations, exists: as in `EdgeScores`.
-        scores: by which it was chosen, `[source, destination]`.
-        selection: which edges are in it, `[source, destination]`.
+        scores: the scores by which it was chosen, `[source, destination]`.
+        selection: which edges it includes, `[source, destination]`.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
         target: what the scores explain.
         provenance: as in `Attribution`.
@@ -385,7 +384,7 @@ class Circuit(SharedGraph):
     method: str = ""
 
     def _misfit(self) -> str:
-        return super()._misfit() or "its selection has a pair that is no edge" * bool(
+        return super()._misfit() or "its selection has a pair that is not an edge" * bool(
             (self.selection & ~self.exists).any()
         )
 
@@ -403,7 +402,7 @@ class Circuit(SharedGraph):
 
     @property
     def nodes(self) -> list[str]:
-        """The sources that an edge of it leads from."""
+        """The sources of its edges."""
         return [name for name, used in zip(self.sources, self.selection.any(1).tolist(), strict=True) if used]
 
     @property
@@ -415,7 +414,7 @@ class Circuit(SharedGraph):
         return title
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge of it, largest first: source, destination, method, target, score."""
+        """Return one row per edge, largest first: source, destination, method, target, score."""
         axes = {"source": self.sources, "destination": self.destinations}
         facts = {"method": self.method, "target": self.target}
         frame = long_table(self, self.scores, axes, real=self.selection.cpu(), **facts)
@@ -424,14 +423,13 @@ class Circuit(SharedGraph):
         )
 
     def _matrix(self) -> tuple[list[str], list[str], np.ndarray]:
-        """The sources and destinations that it has edges at, and the scores of its edges between them."""
+        """Return the sources and destinations of its edges, and the scores between them as a matrix."""
         rows = self.selection.any(1).nonzero()[:, 0].tolist()
         columns = self.selection.any(0).nonzero()[:, 0].tolist()
         scores = array(self.scores.masked_fill(~self.selection, 0.0))[np.ix_(rows, columns)]
         return [self.sources[row] for row in rows], [self.destinations[column] for column in columns], scores
 
     def _parts(self) -> Parts:
-        """Its edges."""
         return Parts(self.scores[self.selection].double().cpu(), self.edges)
 
     def _bars(self, k: int) -> Bars:
@@ -439,7 +437,7 @@ class Circuit(SharedGraph):
         return Bars(f"{self.heading} · {len(lines)} shown", lines, columns=("edge", "score"))
 
     def _html(self, k: int) -> str:
-        """Draw the k largest edges as a graph, layers upwards, above a matrix of source nodes and destinations.
+        """Draw the k largest edges as a graph, layers upwards, above a matrix of sources and destinations.
 
         Scripts let readers hide small edges, pin, group and search nodes, and save the picture.
         """
@@ -453,7 +451,7 @@ class Circuit(SharedGraph):
         return self._panel(*parts, notes=[count])
 
     def _figure(self, k: int, kind: str = "graph", *, ax: Any) -> Any:
-        """The graph of the k largest edges, or with ``kind="matrix"`` the matrix of all of them."""
+        """Draw a graph of the k largest edges or, with ``kind="matrix"``, a matrix of all of them."""
         if kind not in ("graph", "matrix"):
             raise InvalidInputError(f"plot: kind={kind!r}; use 'graph' or 'matrix'.")
         rows, columns, scores = self._matrix()
@@ -466,9 +464,9 @@ class Circuit(SharedGraph):
     def to_networkx(self) -> "networkx.MultiDiGraph":
         """Return the circuit as a networkx multigraph (networkx comes with torch).
 
-        Nodes have `name`, `kind` (embedding, head, mlp, target) and `layer` (−1 for none); edges `name`, `weight` (the
-        score) and `reads` (a head's queries, keys or values, else empty); the graph `target`, `method`, `edges`,
-        `edges_of_model` and every fact of `provenance`.
+        Nodes have `name`, `kind` (embedding, head, mlp, target) and `layer` (−1 for none). Edges have `name`, `weight`
+        (the score) and `reads` (a head's queries, keys or values, otherwise empty). The graph has `target`, `method`,
+        `edges`, `edges_of_model` and every entry of `provenance`.
 
         >>> corrupted = tlens.freeze(model, "Return the name. Return the")
         >>> circuit = tlens.circuits.edge_scores(frozen, corrupted, " value", " name").circuit(20)
@@ -487,13 +485,13 @@ class Circuit(SharedGraph):
         return graph
 
     def _keep(self, path: Path) -> Path:
-        """Write the benchmark's JSON; a score that is NaN is null."""
+        """Write the benchmark's JSON, with null for NaN scores."""
         sources = [_benchmark_name(name) for name in self.sources]
         destinations = [_benchmark_name(name) for name in self.destinations]
         used = self.selection.any(1).tolist()
         nodes = {name: {"in_graph": is_used} for name, is_used in zip(sources, used, strict=True)}
         if bool(self.scores[self.exists].isinf().any()):
-            raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
+            raise InvalidInputError("save: some scores are infinite, which JSON cannot represent.")
         scores, selection = self.scores.tolist(), self.selection.tolist()
         edges = {
             f"{sources[s]}->{destinations[d]}": {
@@ -503,24 +501,24 @@ class Circuit(SharedGraph):
             for s, d in self.exists.nonzero().tolist()
         }
         facts = {"target": self.target, "method": self.method, "provenance": self.provenance}
-        facts = {name: fact for name, fact in facts.items() if fact}  # the benchmark reads past them
+        facts = {name: fact for name, fact in facts.items() if fact}  # the benchmark ignores them
         nodes["logits"] = {"in_graph": True}
         content = json.dumps({"cfg": self.config, "nodes": nodes, "edges": edges, **facts}, allow_nan=False).encode()
         if path.suffix.lower() == ".gz":
-            content = gzip.compress(content, mtime=0)  # without a time, the same circuit gives the same file
+            content = gzip.compress(content, mtime=0)  # no timestamp, so that the same circuit gives the same file
         with replacing(path) as temporary:
             temporary.write_bytes(content)
         return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Circuit":
-        """Read the JSON that `save` wrote, or the benchmark's, packed by gzip or not.
+        """Read the JSON that `save` wrote, or the benchmark's own, gzipped or not.
 
-        Scores and edges of neurons are not read; null is NaN. Files that `export` wrote cannot be loaded.
+        Scores and edges of neurons are ignored; null is read as NaN. Files that `export` wrote cannot be loaded.
 
         Raises:
-            FileFormatError: another kind of file, or one without the edges outside the circuit.
-            OSError: there is no such file.
+            FileFormatError: the file is of another kind, or lacks the edges outside the circuit.
+            OSError: the file does not exist.
         """
         content = _content(Path(path))
         try:
@@ -552,7 +550,7 @@ class Circuit(SharedGraph):
 
     @property
     def _scored(self) -> list[tuple[str, str, float]]:
-        """Source, destination and score of every edge, in the order of the forward pass."""
+        """Source, destination and score of every edge, in forward-pass order."""
         return [
             (self.sources[source], self.destinations[destination], float(self.scores[source, destination]))
             for source, destination in self.selection.nonzero().tolist()
@@ -560,17 +558,17 @@ class Circuit(SharedGraph):
 
     @property
     def _ends(self) -> list[str]:
-        """The nodes that edges lead from or to, in the order of the forward pass; the target is the last, always."""
+        """The nodes at either end of an edge, in forward-pass order; the target always comes last."""
         ends = {node_read_at(destination) for _, destination, _ in self._scored}
         return sorted({*self.nodes, *ends, TARGET}, key=place)
 
     @property
     def _said(self) -> dict[str, str]:
-        """What files say of the whole circuit."""
+        """What files state about the circuit as a whole."""
         return {**self.provenance, "target": self.target, "method": self.method}
 
     def _picture(self, most: int) -> graphs.GraphPicture:
-        """A circuit's nodes by layer, with the edges of largest absolute score, of which there are at most so many."""
+        """Arrange nodes by layer, with at most `most` edges, those of largest absolute score."""
         every = sorted(self._scored, key=lambda edge: -abs(edge[2]) if not isnan(edge[2]) else 0.0)
         edges = every[:most]
         used = {TARGET}.union(*({source, node_read_at(destination)} for source, destination, _ in edges))
@@ -605,7 +603,7 @@ class Circuit(SharedGraph):
         nodes = [_node(name, number, last) for number, name in enumerate(names, start=2)]
         ids = {name: node["node_id"] for name, node in zip(names, nodes, strict=True)}
         ends = list(edges)
-        for reader in filter(reading, names):  # all that a head reads in one way, into the head
+        for reader in filter(reading, names):  # the sum of a head's edges of one kind, as a link into the head
             ends.append((reader, node_read_at(reader), sum(score for _, end, score in edges if end == reader)))
         links = [
             {"source": ids[source], "target": ids[end], "weight": score, "reads": reading(end) or reading(source)}
@@ -616,7 +614,7 @@ class Circuit(SharedGraph):
 
 
 def reading(destination: str) -> str:
-    """What a head reads an edge by: ``"keys"`` at ``"L1H3.k"``; an empty text of anything else."""
+    """Return which of a head's inputs an edge feeds: ``"keys"`` for ``"L1H3.k"``; empty for other destinations."""
     match = re.fullmatch(HEAD + r"\.([qkvg])", destination)
     if match is None:
         return ""
@@ -624,7 +622,7 @@ def reading(destination: str) -> str:
 
 
 def layer_of(name: str) -> int:
-    """A node's layer; −1 of the embedding and the target."""
+    """Return a node's layer; −1 for the embedding and the target."""
     if name in ("embed", TARGET):
         return -1
     return place(name)[0]
@@ -645,7 +643,7 @@ def _node(name: str, number: int, n_layers: int) -> dict[str, Any]:
 
 
 def _content(path: Path) -> Any:
-    """The JSON in a file that is not plainly of another kind, such as what `export` writes for other tools."""
+    """Read a file's JSON, unless it is recognisably of another kind, such as files that `export` writes."""
     written = path.read_bytes()
     kind = other_kind(written, path)
     if kind == GZIP_FILE:
@@ -681,27 +679,27 @@ def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
 
 
 def _truth(value: Any, name: str) -> bool:
-    """JSON's true or false; a text such as "false" would count as true."""
+    """Require JSON's true or false; a string such as "false" would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f'"{name}" is {value!r}, not true or false')
     return value
 
 
 def _score(value: Any) -> float:
-    """A finite number, or NaN for null."""
+    """Return a finite number, or NaN for null."""
     if value is None:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f'"score" is {value!r}, not a number or null')
     if not isfinite(value):
-        raise ValueError(f'"score" is {value!r}, which no JSON holds')
+        raise ValueError(f'"score" is {value!r}, which JSON cannot represent')
     return float(value)
 
 
 def _check_all_edges(
     path: str | os.PathLike[str], sources: Sequence[str], pairs: Sequence[tuple[str, ...]], parallel: bool
 ) -> None:
-    """Refuse a file whose edges are not those of its nodes: every node to whatever comes later."""
+    """Raise unless the file has every possible edge between its nodes: from each node to all later ones."""
     ends = [TARGET]
     for name in sources[1:]:
         if name.startswith("MLP"):
@@ -724,12 +722,12 @@ def _check_all_edges(
         )
     if wrong := set(pairs) - expected:
         raise FileFormatError(
-            f"{path}: {ARROW.join(min(wrong))!r} is no edge: what it leads from does not come before what it leads to."
+            f"{path}: {ARROW.join(min(wrong))!r} is no edge: its source does not come before its destination."
         )
 
 
 def _benchmark_name(name: str) -> str:
-    """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
+    """Translate a name to the benchmark's: ``"L0H3.q"`` to ``"a0.h3<q>"``, ``"MLP1"`` to ``"m1"``, and so on."""
     if name in BENCHMARK_NAMES:
         return BENCHMARK_NAMES[name]
     head = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name)
@@ -748,7 +746,7 @@ def _benchmark_name(name: str) -> str:
 
 
 def _library_name(name: str) -> str:
-    """The library's name of one of the benchmark's nodes: the inverse of `_benchmark_name`."""
+    """Translate one of the benchmark's node names back: the inverse of `_benchmark_name`."""
     for library_name, benchmark_name in BENCHMARK_NAMES.items():
         if name == benchmark_name:
             return library_name

@@ -1,4 +1,4 @@
-"""One line of a result: what every `top()` returns; and what is explained, in words: in all, and at each query."""
+"""Entries of a result, as every `top()` returns them, and descriptions of what a result explains."""
 
 import re
 from ast import literal_eval
@@ -18,30 +18,30 @@ from tensorlens_tl.passes.texts import joined
 _TOKEN = r"""(?:-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _TOKENS = rf"\[{_TOKEN}(?:, {_TOKEN})*\]"
 LIST_OF_TOKENS = rf"(?<![^ ])(?:{_TOKENS}|\[{_TOKENS}(?:, {_TOKENS})*\])$"
-"""Tokens at the end of a target or of what is subtracted from it, as Python writes a list, or one for each prompt."""
+"""Matches tokens at the end of a target or its foil, written as a Python list, with one item per prompt or query."""
 
 MINUS = " − "
 
 SEVERAL_TARGETS = "a target of its own for each prompt"
-"""What is explained, where that differs."""
+"""The target of a result whose prompts have different ones."""
 
 EACH_GENERATED = "each generated token"
-"""What is explained of generated text, a query for each token."""
+"""The explained tokens of generated text, with one query per token."""
 
 EACH_SPAN = "each prompt's span"
-"""What is explained of generated text after several prompts, a query for each span."""
+"""The explained spans of generated text after several prompts, with one query per span."""
 
 EACH_MINUS = "each minus token"
-"""What generated tokens are compared with, where that differs."""
+"""The foil of generated tokens, where it differs between them."""
 
 MEAN_QUERY = "mean over the queries"
-"""What is explained with ``query="mean"``."""
+"""The description of ``query="mean"``."""
 
 OF_GENERATED = ("generated", "asked")
-"""Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
+"""Options of a generated text's attribution: the range of generated tokens, and the positions of the explained ones."""
 
 TOKENS_OF_QUERIES = "explained"
-"""Option of an attribution whose queries or prompts have tokens of their own: the texts of target and foil of each."""
+"""Option holding the texts of target and foil of each prompt and query, where they differ."""
 
 
 class _Line(NamedTuple):
@@ -51,15 +51,15 @@ class _Line(NamedTuple):
 
 
 class Entry(_Line):
-    """One part of a result and its score: a source token, a component, a path, a pair of tokens.
+    """One part of a result with its score: a source token, a component, a path, or a pair of tokens.
 
-    A tuple of name, score and position, with the label as an attribute.
+    A tuple of name, score and position; the label is an attribute.
 
     Attributes:
         name: the token's text, or the part's name.
-        score: what it gives.
-        position: of the token; both positions of a pair; None for a part of the model.
-        label: another name, such as a feature's in a dictionary; may be empty.
+        score: its contribution.
+        position: the token's position; both positions of a pair; None for a part of the model.
+        label: another name, such as a feature's description in a dictionary; may be empty.
     """
 
     label: str
@@ -67,7 +67,7 @@ class Entry(_Line):
     def __new__(
         cls, name: str, score: float, position: int | tuple[int, int] | None = None, label: str = ""
     ) -> "Entry":
-        """A tuple of three, and a label that is not among them."""
+        """Create a tuple of three, with the label as an attribute only."""
         entry = super().__new__(cls, name, score, position)
         entry.label = label
         return entry
@@ -78,12 +78,12 @@ class Entry(_Line):
 
     @property
     def labelled(self) -> str:
-        """The name, and its label where it has one."""
+        """The name, followed by the label if there is one."""
         return " · ".join(filter(None, [self.name, self.label]))
 
     @property
     def token(self) -> str:
-        """The name, of an entry that is a token."""
+        """The name, for an entry that is a token."""
         return self.name
 
 
@@ -94,7 +94,7 @@ def largest(
     positions: Sequence[Any] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> list[Entry]:
-    """Return the k parts of largest absolute score, ties in their order; raise `InvalidInputError` for k below 1."""
+    """Return the k parts of largest absolute score, ties in order; raise `InvalidInputError` for k below 1."""
     k = whole_number("k", k, least=1, why="how many parts to show")
     order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
     positions = positions or [None] * len(names)
@@ -103,7 +103,7 @@ def largest(
 
 
 def with_others(entries: Sequence[Entry], everything: float, count: int) -> list[tuple[str, float]]:
-    """Lines of a table that sum to everything: the entries shown, and all others in one."""
+    """Return table lines that sum to the whole: the entries shown, and one line for the rest."""
     lines = [(entry.labelled, entry.score) for entry in entries]
     left = count - len(entries)
     if not left:
@@ -115,8 +115,10 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
 
 
 def closing(scores: Float[Tensor, "part"], names: Sequence[str], k: int) -> list[tuple[str, float]]:
-    """Lines of a table that sum to everything: the k largest that are not zero, or as many more as it takes until all
-    others together are no larger than the largest of them; then these others in one."""
+    """Return table lines that sum to the whole: the k largest non-zero parts, and one line for the rest.
+
+    More than k are shown if the rest together would otherwise exceed the largest part.
+    """
     scores = scores.detach().double().cpu()
     order = scores.abs().argsort(descending=True, stable=True)
     left = (scores.sum() - scores[order].cumsum(0)).abs()
@@ -128,7 +130,7 @@ def closing(scores: Float[Tensor, "part"], names: Sequence[str], k: int) -> list
 
 
 def some_numbers(values: Tensor, most: int = 4) -> str:
-    """The first numbers of a tensor in four digits, and whether there are more."""
+    """Format the first numbers of a tensor with four digits, marking whether there are more."""
     numbers = [f"{value:.4g}" for value in values.flatten().tolist()]
     if len(numbers) > most:
         numbers = [*numbers[:most], "…"]
@@ -136,28 +138,28 @@ def some_numbers(values: Tensor, most: int = 4) -> str:
 
 
 def check_batch(batch: int, prompts: Sequence[Any]) -> None:
-    """Raise `InvalidInputError` for a prompt that a result does not hold."""
+    """Raise `InvalidInputError` for a prompt index that the result does not have."""
     batch = whole_number("batch", batch, why="one of the prompts")
     if not -len(prompts) <= batch < len(prompts):
         raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
 
 
 def prompts_in_words(count: int) -> str:
-    """``"1 prompt"``, ``"2 prompts"`` and so on."""
+    """Return ``"1 prompt"``, ``"2 prompts"`` and so on."""
     if count == 1:
         return "1 prompt"
     return f"{count} prompts"
 
 
 def shown_prompt(batch: int, prompts: int) -> str:
-    """Which prompt is shown, where a result holds several; nothing where it holds one."""
+    """Say which prompt is shown if a result holds several; otherwise empty."""
     if prompts == 1:
         return ""
     return f"prompt {batch % prompts} of {prompts}"
 
 
 def shown_target(target: str) -> str:
-    """Shorten a target for a title: lists of tokens, one for each prompt, by what they are.
+    """Shorten a target for a title: replace lists of tokens, one per prompt, by a description.
 
     >>> from tensorlens_tl.results.entry import shown_target
     >>> shown_target("logit of [5, 12, 7] − [1, 2, 3]"), shown_target("logit of ' a' − [1, 2]")
@@ -173,12 +175,12 @@ def shown_target(target: str) -> str:
 
 
 def mean_title(target: str, prompts: int) -> str:
-    """The title of a mean over prompts, as in ``"mean of 32 prompts: logit of answer − other"``."""
+    """Return the title of a mean over prompts, such as ``"mean of 32 prompts: logit of answer − other"``."""
     return f"mean of {prompts} prompts: {shown_target(target).replace('each ', '')}"
 
 
 def targets_of_queries(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
-    """Return the target of each prompt and query, with its own of the tokens that the target lists.
+    """Return the target of each prompt and query, replacing token lists by the query's own token.
 
     >>> from tensorlens_tl.results.entry import targets_of_queries
     >>> targets_of_queries("logit of [' a', ' b'] − [1, 2]", torch.tensor([[4], [5]]))
@@ -197,13 +199,13 @@ def targets_of_queries(target: str, queries: Int[Tensor, "batch query"]) -> list
 
 
 def number_of(target: str) -> str:
-    """The words of a target before its token, such as ``"change of the logit of "``; nothing where it has no token."""
+    """Return the words of a target before its token, such as ``"change of the logit of "``; empty without a token."""
     number = re.match(r".*?\b(?:logit|probability) of ", target)
     return "" if number is None else number[0]
 
 
 def span_text(tokens: Sequence[str]) -> str:
-    """Generated tokens in words: how many, and where they are few which."""
+    """Describe generated tokens by their number and, if they are few, their text."""
     count = "1 generated token"
     if len(tokens) != 1:
         count = f"{len(tokens)} generated tokens"
@@ -213,7 +215,7 @@ def span_text(tokens: Sequence[str]) -> str:
 
 
 def _named(token: Any) -> str:
-    """A token of an option, in words."""
+    """Describe a token given as an option."""
     if token is NEXT:
         return EACH_NEXT
     if isinstance(token, str) and token in RANKED:
@@ -222,7 +224,7 @@ def _named(token: Any) -> str:
 
 
 def _of_query(value: Any, batch: int, row: int, prompts: int, queries: int) -> Any:
-    """What a list of tokens says of one query of one prompt."""
+    """Select one query's value from a list of tokens in an option."""
     if not isinstance(value, list | tuple):
         return value
     if len(value) == prompts and (prompts > 1 or queries == 1 or isinstance(value[0], list | tuple)):
@@ -233,7 +235,7 @@ def _of_query(value: Any, batch: int, row: int, prompts: int, queries: int) -> A
 
 
 class Explained:
-    """What an attribution explains, in words: in all, and at each query of each prompt."""
+    """Descriptions of what an attribution explains, as a whole and at each query of each prompt."""
 
     tokens: list[list[str]]
     queries: Int[Tensor, "batch query"]
@@ -242,23 +244,23 @@ class Explained:
     options: dict[str, Any]
 
     def _explained(self, batch: int) -> list[list[int]]:
-        """The positions of the tokens that each query of a prompt is about: its own, or those that the model wrote."""
+        """Return the positions of the tokens each query is about: its own, or in generated text those explained."""
         queries = self.queries[batch].tolist()
         written = self._spans(batch)
         if written and len(queries) == 1:
-            return [list(dict.fromkeys(written))]  # a word may hold several of them
+            return [list(dict.fromkeys(written))]  # a merged word may contain several of them
         generated = iter(written)
         return [[next(generated, position) if self.mask[batch, position] else position] for position in queries]
 
     def _query_texts(self, batch: int) -> list[str]:
-        """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
+        """Describe each query of a prompt: by its token, or by the span of text it stands for."""
         if isinstance(self.options.get("query"), str) and self.options["query"] == "mean":
             return [MEAN_QUERY]
         tokens = self.tokens[batch]
         return [joined([tokens[place] for place in places]) for places in self._explained(batch)]
 
     def _target_texts(self, batch: int) -> list[str]:
-        """What is explained at each query of a prompt, in words, its own tokens named."""
+        """Describe the target at each query of a prompt, naming its own tokens."""
         tokens = self.tokens[batch]
         explained = self._explained(batch)
         labels = list[str]()
@@ -275,8 +277,7 @@ class Explained:
         return labels
 
     def _target_of_prompt(self, batch: int, row: int | None = None) -> str:
-        """Return a prompt's target, for one query `row` or (None) all, with its own tokens where these are one
-        thing."""
+        """Return a prompt's target, for one query `row` or (None) all, naming its own tokens if all queries agree."""
         shown = shown_target(self.target)
         of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
         names_rank = any(rank in shown for rank in RANKED.values())
@@ -293,7 +294,7 @@ class Explained:
         return shown
 
     def _with_next_tokens(self) -> dict[str, Any]:
-        """The options of a result, with each query's next token in words: a result of words has its tokens no more."""
+        """Return the options with each query's next token in words, since merged words no longer have the tokens."""
         options: dict[str, Any] = self.options
         if EACH_NEXT not in self.target or MEAN_QUERY in self.target or TOKENS_OF_QUERIES in options:
             return options
@@ -306,12 +307,12 @@ class Explained:
         return {**options, TOKENS_OF_QUERIES: texts}
 
     def _spans(self, batch: int) -> list[int]:
-        """The positions of the generated tokens that a prompt is asked about."""
+        """Return the positions of a prompt's explained generated tokens."""
         rows: Sequence[list[int]] = self.options.get(OF_GENERATED[1], [])
         return rows[batch] if rows else []
 
     def _label_of_query(self, batch: int, row: int) -> str:
-        """The target in words; where prompts or queries have tokens of their own, those of one query."""
+        """Describe the target of one query, with its own tokens if prompts or queries differ."""
         if self.target == SEVERAL_TARGETS:
             what = "logit of "
         else:
@@ -324,7 +325,7 @@ class Explained:
         return what + " − ".join(tokens)
 
     def _tokens_of_query(self, batch: int, row: int) -> list[str]:
-        """Target and foil of one query, in words; none where all queries have the same, or it is unknown."""
+        """Describe target and foil of one query; empty if all queries share them or they are unknown."""
         texts: Sequence[Sequence[Sequence[str]]] = self.options.get(TOKENS_OF_QUERIES, [])
         if -len(texts) <= batch < len(texts) and row < len(texts[batch]):
             return [repr(text) for text in texts[batch][row]]

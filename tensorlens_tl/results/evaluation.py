@@ -1,4 +1,4 @@
-"""One result for every evaluation: a value per metric, method and unit (a prompt, or a split), with its uncertainty."""
+"""The result of every evaluation: a value per metric, method and unit (a prompt or split), with its uncertainty."""
 
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 _ENDS = ("mean", "low", "high")
 
 BASELINE = "random"
-"""The method that a figure always names."""
+"""The baseline method that every figure labels."""
 
 AS_GOOD = 0.01
-"""By which share of the best value a random order has to be behind for a table to tell methods apart."""
+"""A table distinguishes methods only if random order falls short of the best value by this share of it."""
 
 
 def area(
     curves: Float[Tensor, "metric method unit step"], axis: Float[Tensor, "step"]
 ) -> Float[Tensor, "metric method unit"]:
-    """The area under curves by the trapezoid rule, divided by the axis' range: the mean over it."""
+    """Return the area under curves by the trapezoid rule, divided by the axis' range: the mean over the axis."""
     return torch.trapezoid(curves, axis) / (axis[-1] - axis[0])
 
 
 class Comparison(NamedTuple):
-    """Two methods on the same prompts: mean difference, its interval, and the p-value of one sign-flip test.
+    """Two methods compared on the same prompts: mean difference with its interval, and a sign-flip test's p-value.
 
-    `Evaluation.paired` corrects the p-values of several.
+    The p-value is uncorrected; `Evaluation.paired` corrects for several comparisons.
     """
 
     difference: float
@@ -50,20 +50,20 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Result):
-    """Metrics of methods over units, the result of every evaluation.
+    """Metrics of methods over units: the result of every evaluation.
 
-    `plot` takes one `metric`, and some of the `methods`; by default it has a panel for each metric, with every method.
+    `plot` takes one `metric` and some of the `methods`; by default it draws a panel for each metric with every method.
 
     Attributes:
-        kind: which evaluation.
+        kind: which evaluation it is.
         values: `[metric, method, unit]`; NaN where a metric does not apply.
-        metrics: name → whether a higher value is better (None where neither is).
-        methods: labels.
-        units: what the last axis counts, such as prompts.
-        curves: `[metric, method, unit, step]` where values are areas under curves.
-        axis: `[step]`, what the curves run over (fractions perturbed, layers randomised), called `axis_name`.
+        metrics: name → whether a higher value is better (None if neither is).
+        methods: labels of the methods.
+        units: the items along the last axis, such as prompts.
+        curves: `[metric, method, unit, step]` if the values are areas under curves.
+        axis: the curves' x axis, `[step]` (fraction perturbed, layers randomised), labelled `axis_name`.
         settings: how it was run: model, prompts, options, seed.
-        skipped: methods that do not run on the model, with their reasons.
+        skipped: methods that do not apply to the model, with the reasons.
     """
 
     NAMES: ClassVar = {"metric": "metrics", "method": "methods", "unit": "units"}
@@ -80,7 +80,7 @@ class Evaluation(Result):
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in self.TENSORS:  # small, and read by people: wherever they were computed
+        for name in self.TENSORS:  # small and meant to be read, so kept on the CPU
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 object.__setattr__(self, name, value.cpu())
@@ -98,7 +98,7 @@ class Evaluation(Result):
         """Return a method's mean over units.
 
         Raises:
-            InvalidInputError: no such metric or method.
+            InvalidInputError: unknown metric or method.
 
         >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
         >>> result.mean("similarity", "ifr") > 0.5
@@ -115,7 +115,7 @@ class Evaluation(Result):
 
     @property
     def same_numbers(self) -> list[list[str]]:
-        """Methods whose numbers are all equal here, to rounding: they are no independent evidence.
+        """Groups of methods whose numbers are all equal here up to rounding, and so are not independent evidence.
 
         >>> result = tlens.evaluate.completeness(model, text, ["tensorlens target", "cp-lrp", "decompx target"])
         >>> result.same_numbers
@@ -139,10 +139,10 @@ class Evaluation(Result):
     def table(self, metric: str | None = None, *, level: Number = 0.95) -> "pd.DataFrame":
         """Return means with bootstrap intervals, one row per method, best first by one metric (default: the first).
 
-        Columns are ``(metric, "mean" | "low" | "high")``; ends are NaN for a single unit. Printed with three digits.
+        Columns are ``(metric, "mean" | "low" | "high")``; bounds are NaN for a single unit. Printed with three digits.
 
         Raises:
-            InvalidInputError: no such metric, or a level outside (0, 1).
+            InvalidInputError: unknown metric, or a level outside (0, 1).
 
         >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
         >>> sorted(result.table().index)
@@ -166,10 +166,10 @@ class Evaluation(Result):
         return PrintedFrame(ordered)
 
     def compare(self, first: str, second: str, metric: str | None = None, *, level: Number = 0.95) -> Comparison:
-        """Return first minus second over the same units, by one metric (default: the first).
+        """Return the difference first − second over the same units, by one metric (default: the first).
 
         Raises:
-            InvalidInputError: no such metric or method.
+            InvalidInputError: unknown metric or method.
         """
         metric = metric or next(iter(self.metrics))
         difference = self._row(metric, first) - self._row(metric, second)
@@ -179,11 +179,11 @@ class Evaluation(Result):
     def paired(self, reference: str, metric: str | None = None) -> "pd.DataFrame":
         """Return every other method minus `reference`, by one metric (default: the first).
 
-        Columns are difference, low, high, p (of a single test) and p_holm, corrected by Holm's method for this table's
-        comparisons; those in other metrics or results do not count.
+        Columns are difference, low, high, p (uncorrected) and p_holm, corrected by Holm's method for the comparisons in
+        this table only, not for other metrics or results.
 
         Raises:
-            InvalidInputError: no such metric or method.
+            InvalidInputError: unknown metric or method.
         """
         import pandas as pd
 
@@ -194,7 +194,7 @@ class Evaluation(Result):
         return frame
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return one row per metric, method and unit; with curves, one per step too.
+        """Return one row per metric, method and unit, and per step if there are curves.
 
         >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
         >>> len(result.to_dataframe())
@@ -228,7 +228,7 @@ class Evaluation(Result):
         return "\n".join(lines)
 
     def _print(self, k: int) -> None:
-        """The table, best method first, and which were left out."""
+        """Print the table, best method first, and the methods that were left out."""
         frame = self.table()
         arrows = {True: " ↑", False: " ↓", None: ""}
         headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
@@ -247,7 +247,7 @@ class Evaluation(Result):
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
 
     def _random_notes(self) -> list[str]:
-        """Metrics in which a random order of replacement does as well as the best method: they tell none apart."""
+        """Name the metrics on which random order does as well as the best method, so that they distinguish none."""
         if BASELINE not in self.methods or "replacement" not in self.settings:
             return []
         notes: list[str] = []
@@ -268,15 +268,15 @@ class Evaluation(Result):
             lead = best - row[random] if higher else row[random] - best
             if lead <= AS_GOOD * abs(best):
                 notes.append(
-                    f"{name}: random does as well as every method, so that this says nothing of them. {advice}"
+                    f"{name}: random does as well as every method, so this metric cannot tell them apart. {advice}"
                 )
         return notes
 
     def _figure(self, k: int, metric: str | None = None, methods: list[str] | None = None, *, ax: Any) -> Any:
-        """Draw mean curves with 95 % bootstrap intervals, or bars without curves; `k` has no effect.
+        """Draw mean curves with 95 % bootstrap intervals, or bars if there are no curves; `k` has no effect.
 
-        The best few methods by the first metric have colours and dashes, the same in every panel; others are grey,
-        ``random`` dotted. Methods with the same numbers share a line. With `ax`, only one metric is drawn.
+        The best few methods by the first metric get colours and dashes, the same in every panel; others are grey,
+        ``random`` is dotted. Methods with the same numbers share a line. With `ax`, only one metric is drawn.
         """
         chosen = [str(method) for method in self.table(metric).index]
         if methods is not None:
@@ -286,7 +286,7 @@ class Evaluation(Result):
         return self._plot_metric(metric or next(iter(self.metrics)), chosen, ax)
 
     def _plot_panels(self, methods: list[str]) -> list[Any]:
-        """A panel for each metric; lines are named once, bars at the left of each row."""
+        """Draw a panel for each metric; lines are labelled once, bars at the left of each row."""
         has_curves = self.curves is not None
         size = (2.6, 2.4)
         if not has_curves:
@@ -299,7 +299,7 @@ class Evaluation(Result):
         return every
 
     def _lines(self, methods: list[str]) -> list[list[str]]:
-        """The methods that share a line: those with the same numbers, which would hide each other."""
+        """Group methods that share a line: those with the same numbers, which would hide each other."""
         first = {name: names[0] for names in self.same_numbers for name in names}
         lines: dict[str, list[str]] = {}
         for method in methods:
@@ -326,7 +326,7 @@ class Evaluation(Result):
         return figure.bars(bars, {"title": metric + arrow}, ax)
 
     def _html(self, k: int) -> str:
-        """Draw curves and intervals, a part for each metric, the first one open; the best few methods are coloured."""
+        """Draw curves and intervals, one section per metric with the first open; the best few methods are coloured."""
         parts = []
         for metric, higher in self.metrics.items():
             better = {True: "higher is better", False: "lower is better", None: "neither is better"}[higher]
@@ -347,7 +347,7 @@ class Evaluation(Result):
         return self._panel(*parts, title=title, notes=facts)
 
     def _curves_html(self, metric: str, names: list[str]) -> str:
-        """The metric over the axis, a line per method that has values."""
+        """Draw the metric over the axis, with a line per method that has values."""
         if self.curves is None or self.axis is None:
             return ""
         row = list(self.metrics).index(metric)
@@ -369,13 +369,13 @@ class Evaluation(Result):
 
     def _misfit(self) -> str:
         if not self.metrics or not self.methods or not self.units or len(set(self.methods)) < len(self.methods):
-            return "metrics, methods or units are none, or a method is there twice"
+            return "metrics, methods or units are empty, or a method occurs twice"
         if (self.curves is None) != (self.axis is None):
             return "curves and axis go together"
         return super()._misfit()
 
     def only(self, *methods: str) -> "Evaluation":
-        """Return some of the methods; raise `InvalidInputError` for an unknown one."""
+        """Return only some of the methods; raise `InvalidInputError` for an unknown one."""
         for method in methods:
             self._row(next(iter(self.metrics)), method)
         rows = [self.methods.index(method) for method in methods]
@@ -386,7 +386,7 @@ class Evaluation(Result):
 
 
 def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold: bool = False) -> str:
-    """A method's mean and interval in a table: a dash without a mean, no interval of a single prompt."""
+    """Format a method's mean and interval: a dash without a mean, no interval for a single prompt."""
     mean, low, high = (float(frame.loc[method, (metric, end)]) for end in _ENDS)
     if isnan(mean):
         return "–"
@@ -399,13 +399,12 @@ def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """True if two rows of numbers are equal to rounding, gaps included."""
+    """Whether two rows of numbers are equal up to rounding, with NaN in the same places."""
     size = float(second[second.isfinite()].abs().max())
     return torch.allclose(first, second, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
 def _fact(value: Any) -> str:
-    """A setting in few digits."""
     if isinstance(value, float):
         return f"{value:.3g}"
     return str(value)

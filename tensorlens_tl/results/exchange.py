@@ -1,20 +1,20 @@
-"""Graphs in others' formats: circuit-tracer's JSON, node-link JSON and GraphML.
+"""Export of graphs to other formats: circuit-tracer's JSON, node-link JSON and GraphML.
 
 circuit-tracer's schema is that of `circuit_tracer.frontend.graph_models` (version 0.5, ``schema_version`` 1), which
-Neuronpedia shows as well. Its pages know four values of `feature_type` and draw every other as a node with a name:
+Neuronpedia reads as well. Its pages know four values of `feature_type` and draw any other as a node with a name:
 
 * ``embedding``: token embeddings; ``logit``: the target, whatever it is;
-* ``cross layer transcoder`` and ``mlp reconstruction error``: features by their layer and number, and errors;
-* ``attention head``, ``mlp``, ``neuron``, ``mixer``, ``whitening``, ``bias``, ``other embedding`` (positions, token
-  types) and ``other features`` (what features without a node of their own give together, the mean that a dictionary
-  takes away, and a second dictionary in the same block, whose numbers would be taken for the first's): ours, with the
-  node's name and token as the label `clerp`, and without a feature's examples.
+* ``cross layer transcoder`` and ``mlp reconstruction error``: features by layer and number, and errors;
+* our own, with the node's name and token as the label `clerp` and without a feature's examples: ``attention head``,
+  ``mlp``, ``neuron``, ``mixer``, ``whitening``, ``bias``, ``other embedding`` (positions, token types) and ``other
+  features`` (the sum of features without a node, the mean that a dictionary subtracts, and a second dictionary in the
+  same block, whose feature numbers would be confused with the first's).
 
-`activation` holds a node's weight, its contribution to the target. `influence` is the share of Σ abs(weight) that the
-nodes up to this one hold, largest first, as circuit-tracer's own pruning by a threshold reads it. b_U, which is no node
-here, becomes one, so that links into the logit sum to it. Beside circuit-tracer's fields nodes have ``bias``, their own
-part of the weight, links into heads have ``reads`` (values, queries, keys or a gate), and the metadata say which
-library wrote the file and how exactly the sums hold.
+`activation` holds a node's weight, its contribution to the target. `influence` is the cumulative share of Σ abs(weight)
+up to this node, largest first, as circuit-tracer's own threshold pruning expects. b_U, which is not a node in this
+library, becomes one, so that the links into the logit sum to it. In addition to circuit-tracer's fields, nodes have
+``bias`` (their own part of the weight), links into heads have ``reads`` (values, queries, keys or a gate), and the
+metadata state which library wrote the file and how exactly the sums hold.
 """
 
 import io
@@ -36,10 +36,10 @@ from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
-"""What a graph is written as; ``json`` is networkx' node-link form."""
+"""Export formats; ``json`` is networkx' node-link form."""
 
 SYNONYMS = {"neuronpedia": "circuit-tracer", "attribution-graph": "circuit-tracer", "networkx": "json"}
-"""What else these are called: Neuronpedia shows circuit-tracer's JSON."""
+"""Other names of these formats; Neuronpedia reads circuit-tracer's JSON."""
 
 SUFFIXES = {".html": "html", ".json": "json", ".graphml": "graphml", ".csv": "csv"}
 
@@ -58,7 +58,7 @@ FEATURE_TYPES = {
 
 
 def format_of(path: Path, name: str | None) -> str:
-    """The format of this name, or, where none is given, that of the file's suffix."""
+    """Return the format of this name or, by default, of the file's suffix."""
     known = f"use one of {', '.join(FORMATS)}"
     suffix = path.suffix.lower()
     elsewhere = "A figure (.pdf, .svg, .png) is what save(path) writes and plot() draws."
@@ -70,10 +70,10 @@ def format_of(path: Path, name: str | None) -> str:
 
 
 class SharedGraph(Scored):
-    """A graph that networkx, Gephi, circuit-tracer and Neuronpedia read."""
+    """A graph that can be exported to networkx, Gephi, circuit-tracer and Neuronpedia."""
 
     PAGE_EDGES: ClassVar = 600
-    """Edges that a page shows, where none are hidden by a script."""
+    """How many edges a page shows if no script can hide any."""
     DRAWN_ARE_LISTED: ClassVar = False
 
     target: str
@@ -81,33 +81,33 @@ class SharedGraph(Scored):
 
     @abstractmethod
     def to_networkx(self) -> Any:
-        """The graph as networkx has graphs, which come with torch."""
+        """Return the graph as a networkx graph (networkx comes with torch)."""
 
     @abstractmethod
     def _traced(self) -> "Traced":
-        """The graph in circuit-tracer's fields."""
+        """Return the graph in circuit-tracer's fields."""
 
     def to_circuit_tracer(
         self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
     ) -> dict[str, Any]:
-        """Return the graph as circuit-tracer writes it and Neuronpedia shows it.
+        """Return the graph in circuit-tracer's format, which Neuronpedia also shows.
 
-        `tensorlens_tl.results.exchange` has the mapping. A circuit's link weights are edge scores, and what a head
-        reads is a node before it (``"L1H0.k"``), with a link into the head.
+        See `tensorlens_tl.results.exchange` for the mapping. A circuit's link weights are edge scores, and each input
+        of a head is a node before it (``"L1H0.k"``), with a link into the head.
 
         Args:
-            slug: the graph's name: ``{slug}.json``.
-            scan: the model's name, by default its own.
-            node_threshold: the share of Σ abs(weight) whose largest nodes are shown at first.
+            slug: the graph's name; the file is named ``{slug}.json``.
+            scan: the model's name; default: the name in the provenance.
+            node_threshold: the share of Σ abs(weight) covered by the nodes shown at first, largest first.
 
         Raises:
-            InvalidInputError: no slug, a threshold outside [0, 1], or a score that is not finite.
+            InvalidInputError: an empty slug, a threshold outside [0, 1], or a score that is not finite.
         """
         if not slug:
             raise InvalidInputError("slug: empty; it names the graph and its file.")
         number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
         if not number or not 0 <= node_threshold <= 1:
-            raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
+            raise InvalidInputError(f"node_threshold={node_threshold!r}: pass a share of all nodes' size, from 0 to 1.")
         import tensorlens_tl
 
         traced = self._traced()
@@ -133,16 +133,16 @@ class SharedGraph(Scored):
         }
 
     def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
-        """Write the graph for other tools; files of `save` are for this library, and circuits for a benchmark.
+        """Write the graph for other tools; `save` writes files for this library, or a circuit for the benchmark.
 
         Args:
-            path: of the file.
+            path: the file.
             format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
-                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default from the name's ending.
-            options: of `to_html` or `to_circuit_tracer`.
+                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default from the file's ending.
+            options: options of `to_html` or `to_circuit_tracer`.
 
         Raises:
-            InvalidInputError: no such format or folder.
+            InvalidInputError: unknown format, or no such folder.
 
         >>> import pathlib, tempfile
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
@@ -152,7 +152,7 @@ class SharedGraph(Scored):
         path = Path(path)
         chosen = format_of(path, format)
         check_folder(path, "export")
-        content = WRITERS[chosen](self, options)  # before an older file is emptied
+        content = WRITERS[chosen](self, options)  # before opening the file: an error must not empty an older one
         try:
             path.write_bytes(content)
         except OSError as error:
@@ -167,7 +167,7 @@ class SharedGraph(Scored):
 
 
 class Traced(NamedTuple):
-    """A graph in circuit-tracer's fields, the target among its nodes, and what is said of the whole."""
+    """A graph in circuit-tracer's fields, with the target among its nodes, and facts about the whole."""
 
     nodes: list[dict[str, Any]]
     links: list[dict[str, Any]]
@@ -179,7 +179,7 @@ class Traced(NamedTuple):
 def node_of(
     name: str, feature_type: str, layer: str, pos: int, number: int, weight: float, token: str, bias: float = 0.0
 ) -> dict[str, Any]:
-    """A node in circuit-tracer's fields."""
+    """Return a node in circuit-tracer's fields."""
     return {
         "node_id": f"{name}_{pos}",
         "feature": number,
@@ -218,7 +218,7 @@ def _as_json(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
 
 
 def null_for_nan(value: Any) -> Any:
-    """None, which JSON has, for a number that is none, which it has not."""
+    """Return None (JSON's null) for NaN, which JSON lacks; return other values unchanged."""
     if isinstance(value, float) and isnan(value):
         return None
     return value
@@ -231,7 +231,7 @@ def _as_graphml(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     file = io.BytesIO()
     for values in (digraph.graph, *(node for _, node in digraph.nodes(data=True))):
         for name in {"token", "target"} & set(values):
-            values[name] = visible(values[name])  # XML has no control characters
+            values[name] = visible(values[name])  # XML does not allow control characters
     edge_id = None
     if digraph.is_multigraph():
         edge_id = "name"
@@ -240,7 +240,7 @@ def _as_graphml(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
-    """As JSON; numpy's numbers as Python's, and none that JSON lacks."""
+    """Encode as JSON, with numpy numbers as Python's; raise for numbers that JSON lacks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
 
 

@@ -1,4 +1,4 @@
-"""Where the features of a sparse dictionary are most active in a data set, and what they promote."""
+"""Examples of the features of a sparse dictionary: where in a data set they are most active, and what they promote."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,34 +18,33 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_FEATURES = 20
-"""Features that one picture shows."""
+"""How many features one picture shows."""
 PANEL = (4.5, 2.4)
-"""Inches of one feature in a figure of several."""
+"""The size in inches of one feature's panel in a figure of several."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeatureExamples(Scored):
     """The top activating examples of features over a data set, from `circuits.feature_examples`.
 
-    An example is a row of the data set around the feature's largest token; each row is at most one example of a
-    feature.
-    Missing examples have row −1. `top` and `plot` take a `feature`, its number or name; by default `top` shows the
-    first.
+    An example is a row of the data set around the feature's most active token; each row yields at most one example per
+    feature. Missing examples have row −1. `top` and `plot` take a `feature`, its number or name; by default `top` shows
+    the first.
 
     Attributes:
-        features: their numbers.
-        labels: their names, or empty texts.
-        activations: of every token of every window, `[feature, example, window]`; zero outside the row.
-        tokens: the same tokens as numbers of `texts`; −1 outside the row.
-        rows, positions: the row, and its largest token, `[feature, example]`; −1 for no example.
-        counts: how many tokens have an activation of each size, `[feature, bin]`.
-        edges: of these bins; the outer bins include what lies beyond.
-        promoted: tokens whose logits the decoder row raises most, as numbers of `texts`, `[feature, token]`.
-        promotion: what one unit of the decoder row gives these logits, `[feature, token]`.
+        features: the features' numbers.
+        labels: their names, or empty strings.
+        activations: activation at every token of every window, `[feature, example, window]`; zero outside the row.
+        tokens: the same tokens as indices into `texts`; −1 outside the row.
+        rows, positions: the row and the position of its most active token, `[feature, example]`; −1 for no example.
+        counts: histogram of activations over tokens, `[feature, bin]`.
+        edges: the bin edges; the outer bins include everything beyond them.
+        promoted: tokens whose logits the decoder row raises most, as indices into `texts`, `[feature, token]`.
+        promotion: how much one unit of the decoder row adds to these logits, `[feature, token]`.
         texts: every token that occurs, once.
-        before: how many tokens of a window precede the largest.
-        n_rows, n_tokens: how many were read.
-        dictionary, hook: its class, and its hook point.
+        before: the number of tokens in a window before the most active one.
+        n_rows, n_tokens: the numbers of rows and tokens read.
+        dictionary, hook: the dictionary's class, and its hook point.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
     """
 
@@ -74,7 +73,7 @@ class FeatureExamples(Scored):
         return len(self.features)
 
     def __getitem__(self, feature: int | str) -> "FeatureExamples":
-        """Those of one feature; see `only`."""
+        """Return the examples of one feature; see `only`."""
         return self.only(feature)
 
     def __repr__(self) -> str:
@@ -88,19 +87,19 @@ class FeatureExamples(Scored):
 
     @property
     def peaks(self) -> Float[Tensor, "feature example"]:
-        """Each example's largest activation."""
+        """The largest activation of each example."""
         return self.activations[..., self.before]
 
     @property
     def density(self) -> Float[Tensor, "feature"]:
-        """The share of tokens at which each feature is active."""
+        """The share of tokens on which each feature is active."""
         return self.counts.sum(1).double() / max(1, self.n_tokens)
 
     def only(self, *features: int | str) -> "FeatureExamples":
-        """Return some of the features, by numbers or names such as ``"F12"``.
+        """Return only some of the features, by number or by name such as ``"F12"``.
 
         Raises:
-            InvalidInputError: none is named, or one that is missing here.
+            InvalidInputError: none is named, or one that this result does not have.
 
         >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
         >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, k=2)
@@ -115,13 +114,13 @@ class FeatureExamples(Scored):
         return replace(self, **tensors, **words)
 
     def _parts(self, feature: int | str | None = None) -> Parts:
-        """The examples of a feature, the first by default: each one's token, activation and position in its row."""
+        """Return the examples of one feature (default: the first), with token, activation and position in the row."""
         examples = self._examples(0 if feature is None else self._place(feature), self.rows.shape[1])
         scores = torch.tensor([example.largest[1] for example in examples], dtype=torch.float64)
         return Parts(scores, [example.largest[0] for example in examples], [example.largest[2] for example in examples])
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return one line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
+        """Return one row per token of each example: feature, label, rank, row, position, token, activation, is_peak.
 
         >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
         >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, [357], k=2)
@@ -155,7 +154,7 @@ class FeatureExamples(Scored):
         return f"{len(self)} features at {self.hook}"
 
     def _html(self, k: int) -> str:
-        """A panel per feature, of the first `MOST_FEATURES`: label, histogram, what it promotes, its k top examples."""
+        """Draw a panel for each of the first `MOST_FEATURES`: label, histogram, promoted tokens, and k top examples."""
         panels = [self._panel_of(place, k) for place in range(min(len(self), MOST_FEATURES))]
         left = len(self) - len(panels)
         if left:
@@ -176,7 +175,6 @@ class FeatureExamples(Scored):
         )
 
     def _print(self, k: int) -> None:
-        """The k top examples of each feature."""
         for place in range(min(len(self), MOST_FEATURES)):
             rows: list[tuple[str, str, str]] = []
             for example in self._examples(place, k):
@@ -190,8 +188,7 @@ class FeatureExamples(Scored):
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
 
     def _figure(self, k: int, feature: int | str | None = None, *, ax: Any) -> Any:
-        """Draw histograms of activations, of one feature or (None) a panel for each of the first active
-        `MOST_FEATURES`."""
+        """Draw histograms of activations for one feature or, by default, the first active `MOST_FEATURES`."""
         if feature is not None:
             return self._plot_one(self._place(feature), ax)
         active = self.counts.any(1).nonzero()[:, 0].tolist() or [0]
@@ -211,7 +208,6 @@ class FeatureExamples(Scored):
         return panels
 
     def _plot_one(self, place: int, ax: Any) -> Any:
-        """The histogram of one feature."""
         filled = self.counts[place].nonzero()[:, 0].tolist()
         if not filled:
             raise InvalidInputError(f"plot: {self._name(place)} is active at no token of these rows.")
@@ -233,11 +229,11 @@ class FeatureExamples(Scored):
             names = ", ".join(f"F{known}" for known in self.features[:8])
             if len(self) > 8:
                 names += ", …"
-            raise InvalidInputError(f"feature {feature!r}: it is not in here; there are {names}.")
+            raise InvalidInputError(f"feature {feature!r} is not in this result; it has {names}.")
         return self.features.index(number)
 
     def _examples(self, place: int, k: int) -> list[heat_maps.Example]:
-        """The k largest examples of one feature."""
+        """Return the k largest examples of one feature."""
         shown = []
         for rank in range(min(k, int((self.rows[place] >= 0).sum()))):
             columns = (self.tokens[place, rank] >= 0).nonzero()[:, 0]
@@ -255,6 +251,6 @@ class FeatureExamples(Scored):
 
 
 def _line(example: heat_maps.Example) -> str:
-    """An example as text, its largest token in guillemets."""
+    """Format an example as text, with its most active token in guillemets."""
     tokens: Sequence[str] = [visible(token) for token in example.tokens]
     return "".join(f"«{token}»" if column == example.peak else token for column, token in enumerate(tokens))

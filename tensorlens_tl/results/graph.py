@@ -1,4 +1,4 @@
-"""A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
+"""Contribution graphs: a logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
 import re
 from ast import literal_eval
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SHOWN_EDGES = 60
-"""Edges of a graph that a picture shows: more are a thicket."""
+"""How many edges a picture shows; more become unreadable."""
 
 COVERED = 0.8
-"""The share of the target that a picture's nodes carry at least; one of less says that it is partial."""
+"""The share of the target that a picture's nodes should carry; a picture with less is marked as partial."""
 
 MOST_SHOWN = 600
-"""Nodes of a graph that a page can bear."""
+"""How many nodes a page can handle."""
 
 NUMBERS = {
     "nodes": ("layer", "pos", "part", "weight", "bias", "entering", "attends", "attention"),
@@ -55,26 +55,26 @@ KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", 
 class ContributionGraph(SharedGraph):
     """A logit as a weighted graph, from `circuits.contribution_graph`.
 
-    `plot` and `to_html` draw k edges. `top` and `show` list k nodes, all or of one `kind`.
+    `plot` and `to_html` draw k edges. `top` and `show` list k nodes, of all kinds or of one `kind`.
 
     Attributes:
         nodes: one row per node, the target last: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron,
-            feature, error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (number of a neuron or feature,
+            feature, error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (index of a neuron or feature,
             or the position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight),
-            `entering` (Σ abs of all its incoming edges, kept or not), and of heads `attends`, the position that gets
-            most attention (-1 for none), and `attention`, how much; in a difference in the first run.
+            `entering` (Σ abs of all incoming edges, kept or not), and for heads `attends`, the position with the most
+            attention (-1 for none), and `attention`, how much; in a difference, in the first run.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained.
         total: the model's own logit, before any final soft cap.
-        constant: b_U's part of it.
-        gap: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
-        soft_cap: the cap that the model applies after it, or None.
-        tokens, token_ids: the whole prompt's; no ids where it is no text.
-        n_layers, d_vocab: the model's; 0 tokens where it predicts none.
-        token_id, probability: of the target, where it is a token's logit; else None.
+        constant: the contribution of b_U.
+        gap: the larger of two gaps from the total: of the target's incoming edges plus `constant`, and of all sources.
+        soft_cap: the cap that the model applies to the logit, or None.
+        tokens, token_ids: those of the whole prompt; no ids if the input is not text.
+        n_layers, d_vocab: sizes of the model; d_vocab is 0 if it predicts no tokens.
+        token_id, probability: those of the target if it is a token's logit; otherwise None.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
-        labels: other names of some nodes, such as a dictionary's for features.
-        rest: what enters nodes from all that is left out: its kind and layer, the node's row in `nodes`, and how much.
+        labels: alternative names of nodes, such as a dictionary's descriptions of features.
+        rest: the kept nodes' input from omitted ones: rows of kind, layer, the node's row in `nodes`, and amount.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
@@ -108,9 +108,9 @@ class ContributionGraph(SharedGraph):
 
     @property
     def completeness(self) -> float:
-        """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).
+        """The share of the kept nodes' input that the kept edges carry, weighted by the nodes' abs(weight).
 
-        1 with every edge (cf. the completeness of attribution graphs).
+        It is 1 if every edge is kept (cf. the completeness of attribution graphs).
         """
         entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
         sizes = np.abs(self.edges["weight"].to_numpy(float))
@@ -124,7 +124,7 @@ class ContributionGraph(SharedGraph):
 
     @property
     def coverage(self) -> float:
-        """The share of what enters the target, Σ abs, that enters it from the kept nodes by the kept edges."""
+        """The share of the target's input, Σ abs, that comes from kept nodes over kept edges."""
         entering = float(self.nodes["entering"].iloc[-1])
         if not entering:
             return 1.0
@@ -133,8 +133,10 @@ class ContributionGraph(SharedGraph):
 
     @property
     def others(self) -> np.ndarray:
-        """What enters each node from nodes or by edges that are not kept: with it, the kept edges and its bias are its
-        weight. 0 of embeddings, biases and others, which nothing enters."""
+        """Each node's input from omitted nodes and edges: its weight less its kept edges and its bias.
+
+        Zero for embeddings, biases and others, which have no input.
+        """
         weights, biases = (self.nodes[column].to_numpy(float) for column in ("weight", "bias"))
         ends = self.edges["target"].to_numpy(int)
         entered = np.bincount(ends, weights=self.edges["weight"].to_numpy(float), minlength=len(weights))
@@ -143,13 +145,13 @@ class ContributionGraph(SharedGraph):
 
     @property
     def reads(self) -> list[str]:
-        """What every edge is read by: a head's values, queries, keys or gate; an empty text of anything else."""
+        """The input that every edge feeds: a head's values, queries, keys or gate; empty for other nodes."""
         names = zip(self.nodes["name"].tolist(), self.nodes["kind"].tolist(), strict=True)
         of_nodes = [_read_by(name) if kind == "head" else "" for name, kind in names]
         return [of_nodes[number] for number in self.edges["target"].tolist()]
 
     def prune(self, share: Number = 0.8) -> "ContributionGraph":
-        """Keep the largest edges that together carry `share` of this graph's, and what of them leads to the target.
+        """Keep the largest edges that together carry `share` of all edges' size, if they are on a path to the target.
 
         Raises:
             InvalidInputError: a share outside (0, 1].
@@ -168,13 +170,13 @@ class ContributionGraph(SharedGraph):
         reached = np.zeros(len(self.nodes), dtype=bool)
         reached[-1] = True
         count = 0
-        while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
+        while count != reached.sum():  # walk backwards from the target until no new node is reached
             count = reached.sum()
             reached[source[large & reached[target]]] = True
         return self._with(reached, large & reached[target])
 
     def _with(self, nodes: np.ndarray, edges: np.ndarray) -> "ContributionGraph":
-        """Some of the nodes, and of the edges between them; what the others give these is in `rest`."""
+        """Keep some of the nodes and of the edges between them; contributions of omitted nodes are added to `rest`."""
         import pandas as pd
 
         new_number = nodes.cumsum() - 1
@@ -193,7 +195,7 @@ class ContributionGraph(SharedGraph):
         return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends), rest=rows)
 
     def _parts(self, *, kind: str | None = None) -> Parts:
-        """Return the nodes but for the target, all or of one `kind`."""
+        """Return the nodes except the target, of all kinds or of one `kind`."""
         nodes = self.nodes.iloc[:-1]
         if kind is not None:
             check_choice("top: kind", kind, KINDS)
@@ -202,20 +204,20 @@ class ContributionGraph(SharedGraph):
         return Parts(weights, nodes["name"].tolist(), nodes["pos"].tolist(), self.labels)
 
     def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
-        """Return the k largest edges into a node; all of them and its own bias sum to its weight.
+        """Return the k largest edges into a node; all of them and its bias sum to its weight.
 
         Args:
-            name: as in `top`, or ``"target"``.
-            position: the node's, needed where several positions share the name.
-            k: how many.
+            name: the node's name as in `top`, or ``"target"``.
+            position: the node's position, needed if several positions share the name.
+            k: how many edges.
 
         Raises:
-            InvalidInputError: no such node, several, or k below 1.
+            InvalidInputError: no such node, several of them, or k below 1.
         """
         return self._ends(name, position, k, "target", "source")
 
     def outputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
-        """The k largest edges out of a node: where each leads; see `inputs`."""
+        """Return the k largest edges out of a node, named by their destinations; see `inputs`."""
         return self._ends(name, position, k, "source", "target")
 
     def _ends(self, name: str, position: int | None, k: int, near_end: str, far_end: str) -> list[Entry]:
@@ -228,8 +230,8 @@ class ContributionGraph(SharedGraph):
             if position is not None:
                 node += f" at {position}"
             if known:
-                raise InvalidInputError(f"{node}: it stands at positions {known}; pass one.")
-            raise InvalidInputError(f"{node}: it is none of this graph's nodes; top() names the largest.")
+                raise InvalidInputError(f"{node}: it occurs at positions {known}; pass one of them.")
+            raise InvalidInputError(f"{node}: this graph has no such node; top() names the largest.")
         chosen = self.edges[near_end].to_numpy(int) == matches[0]
         ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
@@ -241,10 +243,9 @@ class ContributionGraph(SharedGraph):
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """Return one line per edge, largest first: name, position and token of both ends, weight, `reads`, and
-        `target`.
+        """Return one row per edge, largest first: name, position and token of both ends, weight, `reads`, and `target`.
 
-        There `target` is the graph's; in `edges` and other tools' formats it is an edge's end, as in networkx.
+        Here `target` is the graph's target; in `edges` and in other tools' formats it is an edge's end, as in networkx.
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.to_dataframe()) == len(graph.edges)
@@ -264,10 +265,10 @@ class ContributionGraph(SharedGraph):
         return pd.DataFrame(columns)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """Return the graph with all columns of `nodes` and `edges`, and `reads`, as attributes (networkx comes with
-        torch).
+        """Return a networkx graph with all columns of `nodes` and `edges`, and `reads`, as attributes.
 
-        The graph's own attributes are `target`, `total`, `constant`, `gap` and every fact of `provenance`.
+        The graph's own attributes are `target`, `total`, `constant`, `gap` and every entry of `provenance`. (networkx
+        comes with torch.)
         """
         import networkx
 
@@ -280,7 +281,7 @@ class ContributionGraph(SharedGraph):
         return graph
 
     def _traced(self) -> exchange.Traced:
-        # a graph from an earlier file has no tokens but those of its nodes
+        # a graph from an older file has no tokens other than those of its nodes
         of_nodes = dict(zip(self.nodes["pos"].tolist(), self.nodes["token"].tolist(), strict=True))
         tokens = list(self.tokens) or [of_nodes.get(pos, "") for pos in range(max(of_nodes) + 1)]
         nodes = self._exchanged()
@@ -292,7 +293,7 @@ class ContributionGraph(SharedGraph):
         if self.constant:
             *_, logit = nodes
             position = logit["ctx_idx"]
-            number = -2 - len(nodes)  # none of the others has it
+            number = -2 - len(nodes)  # not used by any other node
             level = str(self.n_layers)
             constant = exchange.node_of("b_U", "bias", level, position, number, self.constant, tokens[position])
             nodes.insert(-1, constant)
@@ -312,11 +313,11 @@ class ContributionGraph(SharedGraph):
         return exchange.Traced(nodes, links, tokens, description, {**facts, **self.provenance})
 
     def _exchanged(self) -> list[dict[str, Any]]:
-        """Every node in circuit-tracer's fields, the target last."""
+        """Return every node in circuit-tracer's fields, the target last."""
         nodes = list[dict[str, Any]]()
         node_ids = set[str]()
-        first: dict[int, str] = {}  # the dictionary whose feature numbers a layer uses
-        numbers: dict[tuple[str, str], int] = {}  # of what is no feature, by layer and name; never a feature's own
+        first: dict[int, str] = {}  # per layer, the dictionary that keeps its feature numbers
+        numbers: dict[tuple[str, str], int] = {}  # numbers for nodes that are not features, distinct from any feature's
         columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
         rows = self.nodes[columns].itertuples(index=False, name=None)
         for name, kind, layer, pos, token, part, weight, bias in rows:
@@ -327,7 +328,7 @@ class ContributionGraph(SharedGraph):
             number = numbers.setdefault((level, name), -2 - len(numbers))
             type_ = exchange.FEATURE_TYPES[kind]
             if kind == "embedding" and name != "embed" and not name.endswith(" input"):
-                type_ = "other embedding"  # its page names every ``embedding`` by the token alone
+                type_ = "other embedding"  # circuit-tracer's page labels every ``embedding`` by its token alone
             node = exchange.node_of(name, type_, level, pos, number, weight, token, bias)
             node["clerp"] = f"{self.labelled(name)} at {visible(token)}"
             if type_ == "embedding":
@@ -336,10 +337,10 @@ class ContributionGraph(SharedGraph):
             elif kind in ("feature", "error"):
                 dictionary = name.rpartition(".")[0]
                 in_first = first.setdefault(layer, dictionary) == dictionary
-                # an error keeps its long name where a feature of layer 0 has the short one
+                # an error keeps its long name if its short one is that of a feature in layer 0
                 if kind == "error" and in_first and f"0_{layer}_{pos}" not in node_ids:
                     node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
-                elif kind == "feature" and in_first and part >= 0:  # numbered by layer and feature, as there
+                elif kind == "feature" and in_first and part >= 0:  # numbered as in circuit-tracer: layer and feature
                     node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
                     node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
                 elif kind == "feature":
@@ -349,25 +350,24 @@ class ContributionGraph(SharedGraph):
         return nodes
 
     def _exchanged_target(self, pos: int, bias: float) -> dict[str, Any]:
-        """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
+        """Return the target node. If it is not a single token, its id is d_vocab and its probability is 0."""
         layer = str(self.n_layers + 1)
         chance = self.probability or 0.0
         number = self.d_vocab if self.token_id is None else self.token_id
         token = self.target.removeprefix(number_of(self.target))
-        with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
+        with suppress(ValueError, SyntaxError):  # a single token is written as a Python literal
             token = str(literal_eval(token))
         return exchange.node_of("target", "logit", layer, pos, number, self.total, "", bias) | {
             "node_id": f"{layer}_{number}_{pos}",
             "jsNodeId": f"L_{number}-{pos}",
             "token_prob": chance,
             "is_target_logit": True,
-            # circuit-tracer's page reads the token between the quotes, and p, from these words
+            # circuit-tracer's page parses the token between the quotes, and p, from this text
             "clerp": 'Output "{}" (p={:.3f})'.format(token.replace('"', "”"), chance),
         }
 
     def _html(self, k: int, *, title: str = "") -> str:
-        """Draw positions in columns and layers upwards, pruned to k edges and `MOST_SHOWN` nodes; says what is left
-        out.
+        """Draw positions in columns and layers upwards, pruned to k edges and `MOST_SHOWN` nodes; note what is omitted.
 
         Scripts let readers hide small edges, see a node's inputs and outputs, zoom, and pin, group and search nodes.
         """
@@ -381,13 +381,14 @@ class ContributionGraph(SharedGraph):
         return self._panel(graphs.graph(small.with_others(least)._picture()), title=title, notes=[caption, sums])
 
     def with_others(self, least: float = 0.0) -> "ContributionGraph":
-        """Return the same graph with all that it leaves out as nodes of kind ``"others"``, before the target.
+        """Return the same graph with everything it omits summed into nodes of kind ``"others"``, before the target.
 
-        Heads and MLPs are three nodes each, by thirds of the layers; "smaller edges" are those between kept nodes. What
-        enters any node is then its edges and its bias. A node's weight is what enters the target from it.
+        Omitted heads and MLPs form up to three nodes each, by thirds of the layers; "smaller edges" are those between
+        kept nodes. The input of any node is then its edges and its bias. The weight of a node of kind ``"others"`` is
+        its edge into the target.
 
         Args:
-            least: their edges that are smaller are left out, but for those into the target.
+            least: omit edges of these nodes that are smaller than this, except those into the target.
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", nodes=5).with_others()
         >>> bool(abs(graph.others).max() < 1e-4)
@@ -428,17 +429,17 @@ class ContributionGraph(SharedGraph):
         rows = [(last + row, node, weight) for row, band in enumerate(sums) for node, weight in shown[band].items()]
         entering = pd.DataFrame(rows, columns=["source", "target", "weight"])
         edges = pd.concat([self.edges, entering.assign(source=-1 - entering["source"])], ignore_index=True)
-        for end in ("source", "target"):  # the target has moved behind them
+        for end in ("source", "target"):  # the target moves behind the new nodes
             numbers = edges[end].to_numpy(int)
             edges[end] = np.where(numbers == last, last + count, np.where(numbers < 0, -1 - numbers, numbers))
         nodes = pd.concat([self.nodes.iloc[:last], bands, target], ignore_index=True)
         return replace(self, nodes=nodes, edges=edges, rest=())
 
     def drawn(self, shown: int | None = None) -> str:
-        """Return the picture of a page, as HTML without style and script.
+        """Return the graph's picture as HTML, without style and script.
 
         Args:
-            shown: how many edges are drawn at first, the others by the page's slider; None draws all.
+            shown: how many edges are drawn at first, with a slider for the others; None draws all.
 
         >>> tlens.circuits.contribution_graph(frozen, " value", nodes=5).drawn().startswith("<div")
         True
@@ -449,7 +450,7 @@ class ContributionGraph(SharedGraph):
         return figure.graph(self._small(k)._connected()._picture(), self.heading, ax)
 
     def _connected(self) -> "ContributionGraph":
-        """The nodes that have edges, and the target."""
+        """Return the nodes that have edges, and the target."""
         used = np.zeros(len(self.nodes), dtype=bool)
         used[-1] = True
         for end in ("source", "target"):
@@ -457,7 +458,7 @@ class ContributionGraph(SharedGraph):
         return self._with(used, np.ones(len(self.edges), dtype=bool))
 
     def labelled(self, name: str) -> str:
-        """A node's name, with its label where it has one."""
+        """Return a node's name, followed by its label if there is one."""
         return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
     def _picture(self) -> graphs.GraphPicture:
@@ -479,7 +480,7 @@ class ContributionGraph(SharedGraph):
         )
 
     def _attended(self) -> list[str]:
-        """What each head attends to most, in words: ``" ← John 73 %"``."""
+        """Say for each head which token it attends to most: ``" ← John 73 %"``."""
         tokens = dict(zip(self.nodes["pos"].tolist(), self.nodes["token"].tolist(), strict=True))
         tokens |= dict(enumerate(self.tokens))
         columns = zip(self.nodes["attends"].tolist(), self.nodes["attention"].tolist(), strict=True)
@@ -488,16 +489,16 @@ class ContributionGraph(SharedGraph):
         ]
 
     def _small(self, most: int) -> "ContributionGraph":
-        """The largest share of the edges, to a four-thousandth, that a picture can bear."""
+        """Return the largest prunable share of the edges, in steps of 1/4000, that a picture can handle."""
 
         def fits(graph: "ContributionGraph") -> bool:
-            return len(graph.edges) <= most and len(graph.nodes) < MOST_SHOWN  # all others are one more
+            return len(graph.edges) <= most and len(graph.nodes) < MOST_SHOWN  # one more node sums up all others
 
         if fits(self):
             return self
         low = 0.0
         high = 1.0
-        small = self.prune(1e-9)  # the largest edge alone
+        small = self.prune(1e-9)  # only the largest edge
         for _ in range(12):
             keep = (low + high) / 2
             candidate = self.prune(keep)
@@ -527,7 +528,7 @@ class ContributionGraph(SharedGraph):
         count = len(nodes["name"])
         none = torch.full((count,), -1)
         later = {"nodes.part": none, "nodes.attends": none, "nodes.attention": torch.zeros(count)}
-        tensors = later | tensors  # files of earlier versions have none
+        tensors = later | tensors  # older files lack them
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
         order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering", "attends", "attention"]
@@ -537,7 +538,7 @@ class ContributionGraph(SharedGraph):
 
 
 def _band(kind: str, layer: int, n_layers: int) -> tuple[str, int, int]:
-    """What all nodes that are left out are summed by: what they are, and the first and last layer of a third."""
+    """Return the group in which an omitted node is summed: its kind, and the first and last layer of a third."""
     what = BANDS.get(kind, kind)
     if layer < 0 or kind in ("embedding", "bias"):
         return "embeddings and biases", -1, -1
@@ -554,6 +555,6 @@ def _band_name(what: str, start: int, stop: int) -> str:
 
 
 def _read_by(head: str) -> str:
-    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"`` and of ``"L2.cross.H3.k"``; of one run the values."""
+    """Return the input for which a head's node is named: ``"keys"`` for ``"L1H3.k"``; in a single run, the values."""
     match = re.match(HEAD + r"\.([vqkg])(?!\w)", head)
     return READS[match[1] if match else "v"]

@@ -1,5 +1,7 @@
-"""Attention: how much every head attends where a kind of head would; and a score of a head as a sum over pairs of
-sources, one in the query and one in the key, its change as one over sources."""
+"""Results about attention: how much each head follows a known pattern, and attention scores split by source.
+
+A score is a sum over pairs of sources, one in the query and one in the key; its change is a sum over sources.
+"""
 
 import re
 from abc import abstractmethod
@@ -27,18 +29,18 @@ Sources = TypeVar("Sources", bound="SourceScores")
 
 SIDES = ("query", "key")
 READABLE = 40
-"""Sources of one side that a matrix shows apart; more are shown by layer."""
+"""How many sources per side a matrix shows individually; more are grouped by layer."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Scored):
-    """A number between 0 and 1 for every head and prompt: a mean of attention over the tokens in question.
+    """A number from 0 to 1 for every head and prompt: mean attention over the relevant tokens.
 
-    `top`, `show` and `plot` take `batch`; without it they show the mean over prompts.
+    `top`, `show` and `plot` take `batch`; by default they show the mean over prompts.
 
     Attributes:
-        scores: `[batch, layer, head]`; NaN for a head that a layer lacks, and a prompt without such a token.
-        counts: how many tokens the mean is over, `[batch]`.
+        scores: `[batch, layer, head]`; NaN for heads that a layer lacks and prompts without such a token.
+        counts: how many tokens the mean is taken over, `[batch]`.
         target: what is attended to.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
@@ -57,10 +59,10 @@ class HeadScores(Scored):
         return f"HeadScores({self.target!r}, {sizes}, {best.name}={best.score:.3f})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
-        """One head's number for every prompt: ``scores["L3H1"]``.
+        """Return one head's number for every prompt: ``scores["L3H1"]``.
 
         Raises:
-            InvalidInputError: no such head.
+            InvalidInputError: unknown head.
         """
         names = self._parts().names
         if name not in names:
@@ -69,34 +71,34 @@ class HeadScores(Scored):
         return self.scores[:, layer, head]
 
     def __sub__(self, other: "HeadScores") -> "HeadScores":
-        """Each head's number less that of another kind of head, or of another model, for the same prompts.
+        """Subtract another kind of head, or another model, head by head, for the same prompts.
 
         Raises:
-            InvalidInputError: other heads, or other prompts.
+            InvalidInputError: the heads or prompts differ.
         """
         if not isinstance(other, HeadScores):
             return NotImplemented
         if self.scores.shape != other.scores.shape or not torch.equal(self.counts, other.counts):
             raise InvalidInputError(
-                f"a − b: the two are of {list(self.scores.shape)} and {list(other.scores.shape)} prompts, layers and "
-                "heads, or of other numbers of tokens; subtract scores of the same prompts."
+                f"a − b: {list(self.scores.shape)} and {list(other.scores.shape)} prompts, layers and heads do not "
+                "match, or the means are over other numbers of tokens; subtract scores of the same prompts."
             )
         target = self.target if self.target == other.target else f"{self.target} − {other.target}"
         changed = {"target": target, "provenance": provenance_of_both(self, other)}
         return replace(self, scores=self.scores - other.scores, **changed)
 
     def mean(self) -> "HeadScores":
-        """The mean over the prompts that have such tokens, as of one prompt."""
+        """Return the mean over prompts that have such tokens, as a result for one prompt."""
         return replace(self, scores=self.scores.nanmean(0)[None], counts=self.counts.sum()[None])
 
     def _parts(self, batch: int | None = None) -> Parts:
-        """The heads that there are, of one prompt or of the mean over prompts."""
+        """Return the existing heads, for one prompt or the mean over prompts."""
         scores = self._plane(batch)
         names = [f"L{layer}H{head}" for layer, head in scores.isfinite().nonzero().tolist()]
         return Parts(scores[scores.isfinite()], names)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per prompt and head: batch, layer, head, target, score."""
+        """Return one row per prompt and head: batch, layer, head, target, score."""
         axes = dict.fromkeys(self._axes()["scores"])
         return long_table(self, self.scores, axes, real=self.scores.isfinite().cpu(), target=self.target)
 
@@ -107,7 +109,7 @@ class HeadScores(Scored):
         return self.scores[batch]
 
     def _cells(self, batch: int | None) -> dict[tuple[int, str], float]:
-        """The scores of the heads that there are, by layer and column."""
+        """Return the scores of existing heads by layer and column."""
         plane = self._plane(batch)
         return {(layer, f"H{head}"): float(plane[layer, head]) for layer, head in plane.isfinite().nonzero().tolist()}
 
@@ -119,7 +121,7 @@ class HeadScores(Scored):
         return f"{self.heading} · {tokens} of {prompts_in_words(len(self.scores))}"
 
     def _html(self, k: int, batch: int | None = None) -> str:
-        """A row for each layer and a column for each head."""
+        """Draw a row for each layer and a column for each head."""
         picture = matrix.head_grid(self._cells(batch), self.heading)
         return self._panel(picture, title=self._title(batch))
 
@@ -130,7 +132,7 @@ class HeadScores(Scored):
         """Draw heads as a matplotlib heat map, a row per layer (extra ``plot``).
 
         Args:
-            batch, ax: as in `plot`.
+            batch, ax: see `plot`.
 
         Raises:
             InvalidInputError: no such prompt.
@@ -148,7 +150,7 @@ class HeadScores(Scored):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceScores(Scored):
-    """What sources give to one number of attention; `top`, `show` and `plot` take `batch`, the first by default."""
+    """Contributions of sources to an attention number; `top`, `show` and `plot` take `batch`, by default the first."""
 
     names: list[list[str]]
     total: Float[Tensor, "batch"]
@@ -160,7 +162,7 @@ class SourceScores(Scored):
     @property
     @abstractmethod
     def gap(self) -> Float[Tensor, "batch"]:
-        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        """abs(Σ − total) / Σ abs: how far the sum misses the total."""
 
     @property
     @abstractmethod
@@ -170,10 +172,10 @@ class SourceScores(Scored):
     @property
     @abstractmethod
     def sides(self) -> tuple[Float[Tensor, "batch source_q"], Float[Tensor, "batch source_k"]]:
-        """What each source gives in the query, and what each gives in the key."""
+        """Return each source's contribution in the query, and each one's in the key."""
 
     def by_layer(self: Sources) -> Sources:
-        """Return the same sum with the sources of each layer as one, ``"L0"``; tokens stay apart.
+        """Return the same sum with the sources of each layer merged, ``"L0"``; tokens stay separate.
 
         >>> tlens.circuits.qk_attribution(frozen, 1, 0, by="head").by_layer().names[0]
         ['embed', 'pos_embed', 'L0']
@@ -187,7 +189,7 @@ class SourceScores(Scored):
 
     @abstractmethod
     def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
-        """Its numbers by source, as those of groups of sources."""
+        """Return its tensors with sources summed into groups."""
 
     def __repr__(self) -> str:
         of = f"of={self.of!r}, " if isinstance(self, ScoreChange) else ""
@@ -201,25 +203,25 @@ class SourceScores(Scored):
         return self._title(0)
 
     def _title(self, batch: int) -> str:
-        """What is shown, at which head, query and key, and of which prompt where there are several."""
+        """Say what is shown: head, query and key, and the prompt if there are several."""
         batch %= len(self.names)
         which = [*self.places[batch : batch + 1], shown_prompt(batch, len(self.names))]
         return " · ".join(filter(None, [self.target, *which]))
 
     def _labels(self, batch: int) -> list[str]:
-        """What the sources of a prompt are called: tokens with their positions, or parts of the model."""
+        """Name the sources of a prompt: tokens with their positions, or parts of the model."""
         check_batch(batch, self.names)
         if self.by != "token":
             return self.names[batch]
         return [f"{position} {token}" for position, token in enumerate(self.names[batch])]
 
     def _exact(self, batch: int, what: str) -> str:
-        """How exactly the parts sum."""
+        """Say how exactly the parts sum."""
         return f"sums to the {what} to {float(self.gap[batch]):.1e}"
 
 
 def layer_of(source: str) -> str:
-    """The layer that a part of the model belongs to: ``"L3"`` of ``"L3H1"`` and ``"MLP3"``; else its own name."""
+    """Return the layer of a part of the model, ``"L3"`` for ``"L3H1"`` and ``"MLP3"``; otherwise its own name."""
     match = re.match(r"(?:L|MLP)(\d+)", source)
     return f"L{match[1]}" if match else source
 
@@ -228,22 +230,22 @@ def layer_of(source: str) -> str:
 class ScoreAttribution(SourceScores):
     """An attention score as a sum over pairs of sources, from `circuits.qk_attribution`.
 
-    ``pairs + query_sources + key_sources + bias + relative``, all summed, are `total` up to `gap`.
+    The sum of ``pairs + query_sources + key_sources + bias + relative`` equals `total` up to `gap`.
 
     Attributes:
         names: the sources, one list per prompt: tokens, components or heads.
         pairs: `[batch, source_q, source_k]`: source a in the query with source b in the key.
         query_sources: sources of the query with the key's bias, `[batch, source_q]`.
         key_sources: sources of the key with the query's bias, `[batch, source_k]`.
-        bias: the two biases' own product, `[batch]`.
+        bias: the product of the two biases, `[batch]`.
         total: the score before soft cap, mask and ALiBi, computed from the captured stream, `[batch]`.
         by: ``"token"``, ``"component"`` or ``"head"``.
-        alibi: what ALiBi adds to it, or None.
-        relative: what T5's relative positions add, a part of the total, or None.
+        alibi: the amount that ALiBi adds, or None.
+        relative: the amount that T5's relative positions add, which is part of the total, or None.
         soft_cap: the cap on the score, or None.
-        rotary: whether queries and keys are rotated (the distance is then in the pairs).
-        reading_error: how far the softmax of the layer's scores is from its own pattern.
-        places: head, query and key of each prompt, as a text.
+        rotary: whether queries and keys are rotated (the pairs then include the effect of distance).
+        reading_error: how far the softmax of the layer's recomputed scores is from its actual pattern.
+        places: a description of head, query and key for each prompt.
         provenance: as in `Attribution`.
     """
 
@@ -263,14 +265,14 @@ class ScoreAttribution(SourceScores):
 
     @property
     def gap(self) -> Float[Tensor, "batch"]:
-        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        """abs(Σ − total) / Σ abs: how far the sum misses the total."""
         parts = [self.pairs.flatten(1), self.query_sources, self.key_sources]
         if self.relative is not None:
             parts.append(self.relative[:, None].to(self.pairs))
         return relative_gap(torch.cat(parts, dim=1), self.bias, self.total)
 
     def _parts(self, batch: int | None = None) -> Parts:
-        """The pairs of a prompt, the first by default; positions are those of the two tokens, query first."""
+        """Return a prompt's pairs (default: the first prompt); positions are those of both tokens, query first."""
         labels = self._labels(batch or 0)
         pairs = self.pairs[batch or 0]
         sources = [divmod(number, pairs.shape[1]) for number in range(pairs.numel())]
@@ -278,7 +280,7 @@ class ScoreAttribution(SourceScores):
         return Parts(pairs.flatten(), names, sources if self.by == "token" else None)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per pair: batch, query_source, key_source, score."""
+        """Return one row per pair: batch, query_source, key_source, score."""
         import pandas as pd
 
         labels = [self._labels(batch) for batch in range(len(self.names))]
@@ -289,14 +291,14 @@ class ScoreAttribution(SourceScores):
 
     @property
     def sides(self) -> tuple[Float[Tensor, "batch source_q"], Float[Tensor, "batch source_k"]]:
-        """What each source gives in the query, with all that the key has; and in the key, with all of the query.
+        """Return each source's contribution in the query, with the whole key; and in the key, with the whole query.
 
-        Either one, with what `alone` says, sums to the total.
+        Either one, together with `alone`, sums to the total.
         """
         return self.pairs.sum(2) + self.query_sources, self.pairs.sum(1) + self.key_sources
 
     def alone(self, batch: int, side: str) -> dict[str, float]:
-        """What no source of a side, ``"query"`` or ``"key"``, gives: that of its bias, and relative positions."""
+        """Return the parts that belong to no source of a side (``"query"`` or ``"key"``): bias, relative positions."""
         others = self.key_sources if side == "query" else self.query_sources
         parts = {f"the {side}'s bias": float(others[batch].double().sum() + self.bias[batch])}
         if self.relative is not None:
@@ -304,13 +306,11 @@ class ScoreAttribution(SourceScores):
         return {name: part for name, part in parts.items() if part}
 
     def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
-        """Its numbers by source, as those of groups of sources."""
         sides = {"query_sources": self.query_sources @ members, "key_sources": self.key_sources @ members}
         return sides | {"pairs": torch.einsum("bij,ig,jh->bgh", self.pairs, members, members)}
 
     def _tables(self, k: int, batch: int) -> list[Bars]:
-        """What each side's sources give, by layer where they are parts of the model; then what the largest is made of:
-        pairs of a token, parts of a layer."""
+        """Return tables of each side's sources (by layer if they are parts of the model) and of the largest's parts."""
         layers = self.by_layer()
         labels = layers._labels(batch)
         total = ("total", float(self.total[batch]))
@@ -340,11 +340,11 @@ class ScoreAttribution(SourceScores):
             table.print()
 
     def _drawn(self) -> "ScoreAttribution":
-        """What a matrix shows: its sources, or layers where these are too many."""
+        """Return the result as a matrix shows it, grouped by layer if there are too many sources."""
         return self.by_layer() if len(self.names[0]) > READABLE else self
 
     def _html(self, k: int, batch: int | None = None) -> str:
-        """Sums of the query's sources and of the key's; a matrix of both, a row per source of the query."""
+        """Draw sums over the query's and the key's sources, and a matrix of both with a row per query source."""
         batch = batch or 0
         drawn = self._drawn()
         labels, values = drawn._labels(batch), array(drawn.pairs[batch])
@@ -353,11 +353,10 @@ class ScoreAttribution(SourceScores):
         return self._panel(*sums, square, title=self._title(batch), notes=[self._exact(batch, "score")])
 
     def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
-        """A heat map of the pairs."""
         batch = batch or 0
         drawn = self._drawn()
         labels, values = drawn._labels(batch), array(drawn.pairs[batch])
-        rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
+        rows = _last(np.asarray(values.any(1)))  # tokens after the query or the key contribute nothing
         columns = _last(np.asarray(values.any(0)))
         names = ("source in the query", "source in the key")
         shown = values[:rows, :columns]
@@ -369,27 +368,26 @@ def _table(name: str, lines: list[tuple[str, float]], sums: list[tuple[str, floa
 
 
 def _last(used: np.ndarray) -> int:
-    """How many there are up to the last one that is used; all where none is."""
+    """Return the number of entries up to the last used one; all if none is used."""
     return int(max(np.flatnonzero(used), default=len(used) - 1)) + 1
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ScoreChange(SourceScores):
-    """The change of an attention score, or of an entry of the pattern, between two runs, from
-    `circuits.qk_attribution`.
+    """The change of an attention score, or of a pattern entry, between two runs, from `circuits.qk_attribution`.
 
-    ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
+    The sum of ``query_sources + key_sources + constants`` equals `total` up to `gap`.
 
     Attributes:
         names: the sources, one list per prompt: tokens, components or heads.
-        query_sources: what each source gives by the query, `[batch, source]`.
-        key_sources: what each gives by the key (for an entry of the pattern, all keys of its row), `[batch, source]`.
-        constant_names, constants: what belongs to no source, `[batch, constant]`: changed weights, routing, sinks.
-        total: the change of the models' own number, `[batch]`; of a score before soft cap and ALiBi.
+        query_sources: each source's contribution through the query, `[batch, source]`.
+        key_sources: each one's through the key (for a pattern entry, all keys of its row), `[batch, source]`.
+        constant_names, constants: parts that belong to no source, `[batch, constant]`: changed weights, routing, sinks.
+        total: the change of the models' own number, `[batch]`; for a score, before soft cap and ALiBi.
         by: ``"token"``, ``"component"`` or ``"head"``.
         of: ``"score"`` or ``"pattern"``.
-        reading_error: how far the softmax of the layer's scores is from its own patterns.
-        places: head, query and key of each prompt, as a text.
+        reading_error: how far the softmax of the layer's recomputed scores is from its actual patterns.
+        places: a description of head, query and key for each prompt.
         provenance: as in `Attribution`.
     """
 
@@ -401,26 +399,25 @@ class ScoreChange(SourceScores):
 
     @property
     def gap(self) -> Float[Tensor, "batch"]:
-        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        """abs(Σ − total) / Σ abs: how far the sum misses the total."""
         parts = torch.cat([self.query_sources, self.key_sources, self.constants], dim=1)
         return relative_gap(parts, torch.zeros_like(self.total), self.total)
 
     @property
     def sides(self) -> tuple[Float[Tensor, "batch source"], Float[Tensor, "batch source"]]:
-        """What each source gives by the query, and what each gives by the key."""
+        """Return each source's contribution through the query, and through the key."""
         return self.query_sources, self.key_sources
 
     def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
-        """Its numbers by source, as those of groups of sources."""
         return {"query_sources": self.query_sources @ members, "key_sources": self.key_sources @ members}
 
     @property
     def scores(self) -> Float[Tensor, "batch source"]:
-        """What each source gives by query and keys together."""
+        """Each source's contribution through query and keys together."""
         return self.query_sources + self.key_sources
 
     def _sided(self, batch: int) -> tuple[list[str], list[str], list[int | None], Float[Tensor, "part"]]:
-        """Sides, labels, positions and scores of everything that sums to the total."""
+        """Return sides, labels, positions and scores of all parts of the total."""
         labels = self._labels(batch)
         places: list[int | None] = [None] * len(labels)
         if self.by == "token":
@@ -431,13 +428,13 @@ class ScoreChange(SourceScores):
         return sides, [*labels, *labels, *self.constant_names], [*places, *places, *none], scores
 
     def _parts(self, batch: int | None = None) -> Parts:
-        """What sums to the total, of a prompt, the first by default: ``"query: L0H3"``, ``"key: 5 the"``, constants."""
+        """Return the parts of a prompt (default: the first): ``"query: L0H3"``, ``"key: 5 the"``, and constants."""
         sides, labels, places, scores = self._sided(batch or 0)
         named = [f"{side}: {label}" if side else label for side, label in zip(sides, labels, strict=True)]
         return Parts(scores, named, places)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per part: batch, side (query, key, or empty of a constant), source, score."""
+        """Return one row per part: batch, side (query, key, or empty for a constant), source, score."""
         import pandas as pd
 
         frames: list[pd.DataFrame] = []
@@ -455,7 +452,7 @@ class ScoreChange(SourceScores):
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         batch = batch or 0
         parts = self._parts(batch)
-        lines = closing(parts.scores, parts.names, k)  # what is the same in both runs is no line
+        lines = closing(parts.scores, parts.names, k)  # parts that are equal in both runs are omitted
         sums = [("total", float(self.total[batch]))]
         notes = [self._exact(batch, "change")]
         return Bars(self._title(batch), lines, sums, notes=notes, columns=("source", "score"), left=False)

@@ -1,4 +1,4 @@
-"""Results of several batches of prompts as one: the batches padded to the longest, prompts in their own order."""
+"""Joining the results of batches: padded to the longest prompt, with prompts in their original order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ from tensorlens_tl.results.terms import ModelChange
 Joined = TypeVar("Joined", bound=Result)
 
 FILLS: dict[str, list[Any]] = {"tokens": [""], "word_starts": [False], "special": []}
-"""What is known of every prompt in lists, and what a list has at padding."""
+"""Per-prompt fields stored as lists, with the value used for padding."""
 
 
 def joined(
     results: Sequence[Joined], batches: Sequence[Sequence[int]], options: dict[str, Any] | None = None
 ) -> Joined:
-    """Join the results of batches, whose prompts `batches` numbers; a term that a batch lacks is zero there.
+    """Join the results of several batches; `batches` lists the prompt numbers of each. Missing terms are zero.
 
     `options` are an `Attribution`'s, for all prompts.
     """
@@ -39,7 +39,7 @@ def joined(
     uneven = "query" in sizes and any(part.queries.shape[1] != sizes["query"] for part in parts)
     every_query = uneven and isinstance(first, Attribution) and all(map(_counts_up, parts))
     if uneven and not every_query:
-        sizes["key"] += 1  # every prompt ends in padding, where its missing queries are placed
+        sizes["key"] += 1  # every prompt then ends in padding, which its missing queries point to
     fields: dict[str, Any] = {name: _tensor(parts, name, sizes, order) for name in first.TENSORS}
     if every_query:
         fields["queries"] = torch.arange(sizes["query"], device=order.device).expand(len(order), -1)
@@ -49,7 +49,7 @@ def joined(
     if isinstance(first, Attribution):
         fields["options"] = first.options | (options or {})
         texts = [row for part in parts for row in part.options.get(TOKENS_OF_QUERIES, [])]
-        if len(texts) == len(order):  # tokens of each prompt and query, where they have some of their own
+        if len(texts) == len(order):  # tokens per prompt and query, where they differ
             fields["options"][TOKENS_OF_QUERIES] = [texts[number] for number in order.tolist()]
     fields["target"] = _target([part.target for part in parts])
     whole: Any = replace(first, **fields)
@@ -57,7 +57,7 @@ def joined(
 
 
 def _tensor(parts: Sequence[Any], name: str, sizes: dict[str, int], order: torch.Tensor) -> torch.Tensor | None:
-    """One tensor of every part, padded at the end of its axes, in the order of the prompts; None where one lacks it."""
+    """Join one tensor, padded at the end of its axes, in prompt order; None if a part lacks it."""
     padded: list[torch.Tensor] = []
     batch = 0
     for part in parts:
@@ -75,7 +75,7 @@ def _tensor(parts: Sequence[Any], name: str, sizes: dict[str, int], order: torch
 def _lists(
     parts: Sequence[Any], name: str, fill: list[Any], length: int, order: torch.Tensor
 ) -> list[list[Any]] | None:
-    """One list for each prompt, filled up at its end, in the order of the prompts; None where a part has none."""
+    """Join one list per prompt, padded at the end, in prompt order; None if a part lacks it."""
     lists = [getattr(part, name) for part in parts]
     if any(rows is None for rows in lists):
         return None
@@ -84,12 +84,12 @@ def _lists(
 
 
 def _counts_up(part: Attribution) -> bool:
-    """True if the queries of every prompt are 0, 1, 2, …"""
+    """Whether the queries of every prompt are 0, 1, 2, …"""
     return bool((part.queries == torch.arange(part.queries.shape[1]).to(part.queries)).all())
 
 
 def _target(targets: Sequence[str]) -> str:
-    """What all parts explain, in words; lists of tokens, which are those of a part, by what they are."""
+    """Describe the target of all parts, replacing token lists, which differ by batch, by a description."""
     if len(set(targets)) == 1:
         return targets[0]
     shown = set(map(shown_target, targets))

@@ -1,17 +1,17 @@
-"""Scores of which the largest are measured in the live model, and how far the others are off.
+"""Scores whose largest entries are measured in the live model, with estimates of how far the others are off.
 
-For each prompt, draws x estimate Σ abs(live score − score) over what is not among its largest, and their mean is
-unbiased. Misses have a long tail: an interval of a mean that takes them for normal is too short. So it is that of a
-log-normal (Cox's, as of Zhou and Gao 1997) around the mean, with v the variance of log x over n draws, of which none
-counts less than a tenth of the mean:
+For each prompt, draws x estimate Σ abs(live score − score) over all but the largest scores; their mean is unbiased.
+The errors are long-tailed, so a normal interval for the mean would be too short. Instead, the interval is log-normal
+(Cox's, as given by Zhou and Gao 1997), with v the variance of log x over n draws, none of which counts as less than a
+tenth of the mean:
 
     mean · exp(±t √((v + v²/2) / (n − 1))),  t of Student with n − 1 degrees of freedom
 
-Cox has v/n there; n − 1 covers the truth at the level also where there are two draws.
+Cox has v/n in the first term; n − 1 attains the nominal coverage even with two draws.
 
-The unmeasured parts are in groups, patched as a whole; r is what a group gives more than the sum of its scores: the
-misses of its parts, and what they do together. Where the largest miss of one part is θ, its group has r = θ + ε, with ε
-what the other groups have: θ ≤ max abs(r) + t √(mean r²), with t of a one-sided Student.
+The unmeasured parts are divided into groups, each patched as a whole. A group's r is its joint effect less the sum of
+its scores: the errors of its parts, and their interaction. If the largest error of one part is θ, its group has
+r = θ + ε, with ε distributed as in the other groups: θ ≤ max abs(r) + t √(mean r²), with t of a one-sided Student.
 """
 
 from abc import abstractmethod
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 LEVEL = 0.9
 LEAST = 0.1
-"""What a draw counts at least for the width of an interval, as a share of their mean."""
+"""The least that a draw counts for the width of an interval, as a share of the mean."""
 
 
 def rest_interval(
     draws: Float[Tensor, "batch draw"], level: float = LEVEL
 ) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"], Float[Tensor, "batch"]]:
-    """The mean of draws from a long tail, and the two ends of its interval; zero of no draws."""
+    """Return the mean of long-tailed draws and both ends of its interval; zero without draws."""
     count = draws.shape[1]
     if not count:
         zero = draws.sum(1).double()
@@ -53,7 +53,7 @@ def rest_interval(
 
 
 def largest_miss(groups: Float[Tensor, "batch group"], level: float = LEVEL) -> Float[Tensor, "batch"]:
-    """The bound on how far one unmeasured score may be off; zero of no groups."""
+    """Return a bound on the error of any single unmeasured score; zero without groups."""
     count = groups.shape[1]
     if not count:
         return groups.sum(1).double()
@@ -63,7 +63,7 @@ def largest_miss(groups: Float[Tensor, "batch group"], level: float = LEVEL) -> 
 
 @cache
 def student(level: float, freedom: int) -> float:
-    """The quantile of Student's t: √n · tan θ, where the integral of cosⁿ⁻¹ up to θ is this share of all of it."""
+    """Return a quantile of Student's t: √n · tan θ, with ∫ cosⁿ⁻¹ up to θ equal to `level` of the whole integral."""
     angles = torch.linspace(-torch.pi / 2, torch.pi / 2, 200_001, dtype=torch.float64)
     shares = torch.cumulative_trapezoid(angles.cos().clamp_min(0) ** (freedom - 1), angles)
     place = int(torch.searchsorted(shares, level * shares[-1]))
@@ -72,12 +72,12 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredScores(Scored):
-    """Scores of which the largest are measured by patching the live model.
+    """Scores whose largest entries are measured by patching the live model.
 
     Attributes:
-        draws: from each randomly drawn and patched part, an estimate of Σ abs(live score − score) over all but the
-            largest, `[batch, draw]`.
-        groups: how much more each group of unmeasured parts, patched as a whole, gave than its scores sum to,
+        draws: estimates of Σ abs(live score − score) over all but the largest, one from each randomly drawn and patched
+            part, `[batch, draw]`.
+        groups: the effect of each group of unmeasured parts, patched as a whole, less the sum of its scores,
             `[batch, group]`.
     """
 
@@ -85,12 +85,12 @@ class MeasuredScores(Scored):
     groups: Float[Tensor, "batch group"]
 
     def rest(self, level: int | float = LEVEL) -> "pd.DataFrame":
-        """Estimate how far the unmeasured scores are off, one line per prompt, with intervals and bound at a `level`.
+        """Estimate how far the unmeasured scores are off, one row per prompt, with intervals and bound at a `level`.
 
         Returns:
-            `measured`, how many of `parts` are; `off`, an unbiased estimate of Σ abs(live score − score) before the
-            drawn ones were measured, as a share of Σ abs(score), with its interval `low` to `high`; `largest`, the
-            bound on a single unmeasured score's error.
+            `measured`, the number of measured scores, out of `parts`; `off`, an unbiased estimate of Σ abs(live score −
+            score) before the draws were measured, as a share of Σ abs(score), with its interval `low` to `high`;
+            `largest`, a bound on the error of any single unmeasured score.
 
         Raises:
             InvalidInputError: a level outside (0, 1).
@@ -105,13 +105,13 @@ class MeasuredScores(Scored):
 
     @abstractmethod
     def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
-        """Which scores are measured, all scores, and how many parts they are of."""
+        """Return which scores are measured, all scores, and the number of parts."""
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self._stated()})"
 
     def _stated(self, batch: int | None = None) -> str:
-        """How many scores are measured and how far the rest is off, of one prompt or of the worst, in words."""
+        """Say how many scores are measured and how far the rest is off, for one prompt or the worst one."""
         rest = self.rest()
         if batch is not None:
             rest = rest[rest["batch"] == batch]
@@ -124,14 +124,14 @@ class MeasuredScores(Scored):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredTerms(MeasuredScores, Terms):
-    """Scores of nodes, the largest of them measured, from `patch_scores(method="measured")`.
+    """Scores of nodes with the largest ones measured, from `patch_scores(method="measured")`.
 
     Their `mean`, and the difference of two, are plain `Terms`.
 
     Attributes:
-        measured: which scores are a live run's, `[batch, query, term]`.
-        measured_keys: which of `keys` are, `[batch, query, term, key]`, or None.
-        draws_of_keys, groups_of_keys: `draws` and `groups` of nodes at positions.
+        measured: which scores are measured in a live run, `[batch, query, term]`.
+        measured_keys: the same for `keys`, `[batch, query, term, key]`, or None.
+        draws_of_keys, groups_of_keys: `draws` and `groups` for nodes at positions.
     """
 
     measured: Bool[Tensor, "batch query term"]
@@ -140,7 +140,7 @@ class MeasuredTerms(MeasuredScores, Terms):
     groups_of_keys: Float[Tensor, "batch group_of_keys"] | None = None
 
     def rest(self, level: int | float = LEVEL, *, keys: bool = False) -> "pd.DataFrame":
-        """Estimate how far the unmeasured scores (or `keys`, of nodes at positions) are off; see `MeasuredScores.rest`.
+        """Estimate how far the unmeasured scores (or `keys`, for nodes at positions) are off, as `MeasuredScores.rest`.
 
         Raises:
             InvalidInputError: a level outside (0, 1), or these scores have no positions.
@@ -169,9 +169,9 @@ class MeasuredTerms(MeasuredScores, Terms):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredEdges(MeasuredScores, EdgeScores):
-    """Scores of edges, the largest of them measured, from `edge_scores(method="measured")`.
+    """Scores of edges with the largest ones measured, from `edge_scores(method="measured")`.
 
-    `measured` says which are a live run's, `[batch, source, destination]`.
+    `measured` says which are measured in a live run, `[batch, source, destination]`.
     """
 
     measured: Bool[Tensor, "batch source destination"]
@@ -195,7 +195,6 @@ def _rest(
     groups: Float[Tensor, "batch group"],
     level: int | float,
 ) -> "pd.DataFrame":
-    """See `MeasuredScores.rest`."""
     import pandas as pd
 
     if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:

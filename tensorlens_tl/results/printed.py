@@ -1,6 +1,6 @@
-"""A data frame that prints every column: three digits of each number, and in several parts where a line is too short.
+"""A data frame that prints in full, with three digits per number, split into blocks where a line is too short.
 
-By itself, because pandas takes a while to import.
+A module of its own, because importing pandas takes a while.
 """
 
 from shutil import get_terminal_size
@@ -9,7 +9,7 @@ import pandas as pd
 
 
 class PrintedFrame(pd.DataFrame):
-    """A data frame, printed in full; what is computed from it is an ordinary one."""
+    """A data frame that prints in full; anything computed from it is an ordinary data frame."""
 
     @property
     def _constructor(self) -> type[pd.DataFrame]:

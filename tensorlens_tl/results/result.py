@@ -1,8 +1,8 @@
-"""What every result can do: show itself, be drawn, become a table, and go into a file whose name says what it is.
+"""The base class of all results. A result can be shown, drawn, tabulated and saved; the file's ending sets the format.
 
 | a name ends in | the file is |
 | --- | --- |
-| nothing, ``.safetensors`` | the result itself, which `load` reads back |
+| nothing, ``.safetensors`` | the result itself, which `load` reads |
 | ``.html`` | a page that opens without a network |
 | ``.csv``, ``.parquet``, ``.json`` | the table of `to_dataframe` |
 | ``.pdf``, ``.svg``, ``.png`` | the figure that `plot` draws |
@@ -32,45 +32,45 @@ if TYPE_CHECKING:
 
 
 class Result(Stored, ABC):
-    """A result: it shows itself, becomes a table and goes into a file, with the same arguments in every class.
+    """A result of any kind, with the same methods and arguments for showing, tabulating and saving in every class.
 
-    A class adds its fields and its table, and draws by `_html`, `_figure` and `_print`, whose arguments are its
-    choices.
+    A subclass adds fields and a table, and draws with `_html`, `_figure` and `_print`, whose arguments define what
+    can be chosen.
     """
 
     LOADABLE: ClassVar = LOADABLE
-    """What the name of a file ends in that `load` reads back."""
+    """Endings of files that `load` can read."""
     HEADING: ClassVar = ""
-    """The title of a page, with a place for what is explained."""
+    """The title of a page, with a placeholder for the target."""
     PRINTED: ClassVar = 10
-    """How many parts `show` prints where it is not said."""
+    """How many parts `show` prints by default."""
     DRAWN: ClassVar = 15
-    """How many parts a picture has where it is not said."""
+    """How many parts a picture shows by default."""
     DRAWN_ARE_LISTED: ClassVar = True
-    """Whether `show` lists what a picture draws, so that its k is that of both: a graph draws edges and lists nodes."""
+    """Whether `show` lists the parts that a picture draws, with the same k; a graph draws edges but lists nodes."""
 
     def __init_subclass__(cls) -> None:
-        """Give `show` and its like the signature of this class: what can be chosen of it, with types and defaults."""
+        """Give `show` and related methods the signature of this class, with its own choices, types and defaults."""
         super().__init_subclass__()
         for name, hook, k in cls._showing():
             setattr(cls, name, _with_choices(unwrap(getattr(cls, name)), cls._choices(hook), k))
 
     @classmethod
     def _showing(cls) -> list[tuple[str, str, int]]:
-        """What shows something, the function whose arguments say what can be chosen, and the default of k."""
+        """List methods that show something: name, the method that defines their choices, and the default of k."""
         return [("to_html", "_html", cls.DRAWN), ("plot", "_figure", cls.DRAWN), ("show", "_print", cls.PRINTED)]
 
     @abstractmethod
     def to_dataframe(self) -> "pd.DataFrame":
-        """A long table, one line per score."""
+        """Return a long table, one row per score."""
 
     @abstractmethod
     def _html(self, *args: Any, **choice: Any) -> str:
-        """The picture of k parts, without the style that a page needs once."""
+        """Return the picture of k parts, without the style that a page includes once."""
 
     @abstractmethod
     def _figure(self, *args: Any, **choice: Any) -> Any:
-        """The figure of k parts for print, drawn on `ax`."""
+        """Draw the figure of k parts for print on `ax`."""
 
     @abstractmethod
     def _print(self, *args: Any, **choice: Any) -> None:
@@ -80,24 +80,24 @@ class Result(Stored, ABC):
         """Return the picture as an HTML fragment.
 
         Args:
-            k: how many parts, the largest; a matrix has all.
+            k: how many parts to show, largest first; a matrix always has all.
             style: include the style and script that a page needs once.
-            choice: what to show, as the class says. `query`: counted over the prompt's real ones, or a text. `batch`: a
-                prompt; None for the mean, or the first few where each prompt has its own parts. `title`: of the
-                picture.
+            choice: what to show; each class has its own choices. `query`: an index over the prompt's real queries, or a
+                text. `batch`: a prompt; None for the mean, or for the first few if each prompt has its own parts.
+                `title`: the picture's title.
 
         Raises:
-            InvalidInputError: k below 1, or no such choice, query or prompt.
+            InvalidInputError: k below 1, or an unknown choice, query or prompt.
         """
         body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", "_html", k, choice))
         return page.head(body) + body if style else body
 
     def plot(self, k: int | None = None, *, ax: Axes | None = None, **choice: Any) -> Axes | list[Axes]:
-        """Draw the picture with matplotlib, for print (extra ``plot``); returns the axes, of several panels a list.
+        """Draw the picture with matplotlib, for print (extra ``plot``); return the axes, or a list for several panels.
 
         Args:
             k, choice: as in `to_html`; bars of a mean over prompts have 95 % bootstrap intervals.
-            ax: draw here; None makes a figure of fitting size.
+            ax: the axes to draw on; None creates a figure of suitable size.
 
         Raises:
             InvalidInputError: nothing to draw, or as in `to_html`.
@@ -110,8 +110,7 @@ class Result(Stored, ABC):
         return self._figure(**{"k": self.DRAWN, "ax": ax} | chosen)
 
     def show(self, k: int | None = None, **choice: Any) -> None:
-        """Display the picture in a notebook; elsewhere print the k largest parts, all others in one line where they
-        sum.
+        """Display the picture in a notebook; elsewhere print the k largest parts (and for a sum the rest, in one line).
 
         Arguments and errors are those of `to_html`.
         """
@@ -122,33 +121,33 @@ class Result(Stored, ABC):
             self._print(**{"k": self.PRINTED} | chosen)
 
     def _chosen(self, name: str, hook: str, k: int | None, choice: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call of a function chooses; k only where it is said."""
+        """Return a call's choices, checked; k only if it was passed."""
         choices = self._choices(hook)
         known = ["k", *choices]
         wrong = next((one for one in choice if one not in known), None)
         if wrong is not None:
             raise WrongCallError(
-                f"{name}: {wrong!r} is nothing that can be chosen of this {type(self).__name__}; pass "
+                f"{name}: {wrong!r} cannot be chosen for this {type(self).__name__}; pass "
                 f"{', '.join(dict.fromkeys(known))}.{nearest(wrong, known)}"
             )
         needed = [one.name for one in choices.values() if one.default is Parameter.empty and one.name != "k"]
         lacking = next((one for one in needed if one not in choice), None)
         if lacking is not None:
             of = type(self).__name__
-            raise WrongCallError(f"{name}: of a {of} it needs {lacking}=; pass one, as in {lacking}=0.")
+            raise WrongCallError(f"{name}: a {of} needs {lacking}=, as in {lacking}=0.")
         if k is None:
             return dict(choice)
         return {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
 
     @classmethod
     def _choices(cls, hook: str) -> dict[str, Parameter]:
-        """What can be chosen of what a function shows: its arguments."""
+        """Return the parameters of a method that define its choices."""
         parameters = signature(getattr(cls, hook)).parameters.values()
         several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         return {one.name: one for one in parameters if one.name not in ("self", "ax") and one.kind not in several}
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write the table of `to_dataframe` as CSV, without row numbers; without a path, return it as text.
+        """Write the table of `to_dataframe` as CSV without row numbers; return it as text if no path is given.
 
         >>> tlens.attribute(frozen, " value").to_csv().splitlines()[0]
         'batch,query,key,query_token,key_token,kind,generated,method,target,score'
@@ -157,13 +156,13 @@ class Result(Stored, ABC):
 
     @property
     def heading(self) -> str:
-        """The title of its page."""
+        """The title of the result's page."""
         if self.HEADING:
             return self.HEADING.format(shown_target(getattr(self, "target")))  # noqa: B009
         return repr(self)
 
     def _panel(self, *parts: str, title: str = "", notes: Sequence[str] = ()) -> str:
-        """Pictures below a title, which is the heading by default; notes, and what it depends on, in one line."""
+        """Combine pictures under a title (default: the heading), with notes and provenance in one line."""
         provenance: Mapping[str, str] = getattr(self, "provenance", {})
         facts = [f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items()]
         return page.panel(title or self.heading, *parts, notes=" · ".join(filter(None, [*notes, *facts])))
@@ -172,18 +171,19 @@ class Result(Stored, ABC):
         return self.to_html()
 
     def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
-        """Write one file, of the kind that its name ends in; an older file is replaced in one step. Returns the path.
+        """Write a file in the format of its ending, replacing an older file in one step; return the path.
 
         Args:
-            path: without a suffix, or in ``.safetensors``: what `load` reads (JSON facts, never pickle). ``.html`` is a
-                page, ``.csv``, ``.parquet`` and ``.json`` are tables, ``.pdf``, ``.svg`` and ``.png`` figures.
-            batch: the prompt of a figure, as in `plot`.
+            path: without an ending, or with ``.safetensors``: the format that `load` reads (JSON facts, never pickle).
+                ``.html`` is a page; ``.csv``, ``.parquet`` and ``.json`` are tables; ``.pdf``, ``.svg`` and ``.png``
+                are figures.
+            batch: the prompt to draw in a figure, as in `plot`.
 
         Raises:
-            InvalidInputError: no such folder, ending or prompt; `batch` without a figure that takes it; a field whose
-                kind is not its class's, which would not load.
-            ImportError: a figure, and matplotlib is not installed.
-            OSError: it cannot be written, as on a full disk.
+            InvalidInputError: no such folder, ending or prompt; `batch` without a figure that takes it; or a field of
+                the wrong type, which could not be loaded.
+            ImportError: a figure is requested, and matplotlib is not installed.
+            OSError: the file cannot be written, for example because the disk is full.
 
         >>> import pathlib, tempfile
         >>> result = tlens.attribute(frozen, " value")
@@ -196,12 +196,12 @@ class Result(Stored, ABC):
         if batch is not None:
             if suffix not in FIGURES:
                 raise InvalidInputError(
-                    f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one "
-                    f"of {', '.join(FIGURES)}."
+                    f"save: batch= chooses the prompt of a figure, but {path.name!r} is not one. Leave it out, or use "
+                    f"one of {', '.join(FIGURES)}."
                 )
             if "batch" not in self._choices("_figure"):
                 raise InvalidInputError(
-                    f"save: the figure of {type(self).__name__} has no prompt to choose; leave out batch=."
+                    f"save: the figure of {type(self).__name__} does not show a single prompt; leave out batch=."
                 )
             content = _drawn(suffix, self, batch=batch)
         elif suffix in self.LOADABLE:
@@ -214,12 +214,12 @@ class Result(Stored, ABC):
 
     @classmethod
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
-        """What each suffix writes, besides the file that `load` reads back."""
+        """Return the writers of each suffix, other than the format that `load` reads."""
         return WRITERS
 
 
 def _with_choices(shared: Callable[..., Any], choices: Mapping[str, Parameter], k: int) -> Callable[..., Any]:
-    """A function that all classes share, with a signature that names what one of them lets choose."""
+    """Return a shared method with a signature that spells out one class's choices."""
 
     @wraps(shared)
     def shows(self: Result, *args: Any, **options: Any) -> Any:
@@ -234,7 +234,7 @@ def _with_choices(shared: Callable[..., Any], choices: Mapping[str, Parameter], 
 
 
 def ending(path: Path) -> str:
-    """What the name of a file ends in, in small letters; with what comes before ``.gz``, as in ``.json.gz``."""
+    """Return a file name's ending in lower case, including what precedes ``.gz``, as in ``.json.gz``."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return Path(path.stem).suffix.lower() + suffix
@@ -242,9 +242,9 @@ def ending(path: Path) -> str:
 
 
 def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: str = "save") -> None:
-    """Raise `InvalidInputError` for a path that a result cannot be saved to: a folder, in no folder, an unknown ending.
+    """Raise `InvalidInputError` for a path that results cannot be saved to: a folder, no such folder, a wrong ending.
 
-    `name` is the argument or function in the message.
+    `name` is the argument or function named in the message.
     """
     path = Path(path)
     check_folder(path, name)
@@ -254,12 +254,12 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
         if "" in known:
             endings += ", or no ending"
         raise InvalidInputError(
-            f"{name}: {path.name!r}: a result cannot be saved as {ending(path)!r}. Use one of {endings}."
+            f"{name}: {path.name!r} ends in {ending(path)!r}, which is not a supported ending. Use one of {endings}."
         )
 
 
 def check_folder(path: Path, name: str) -> None:
-    """Raise `InvalidInputError` for a file that cannot be written: it is a folder, or lies in none."""
+    """Raise `InvalidInputError` for a file that cannot be written: it is a folder, or its folder does not exist."""
     if path.is_dir():
         raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
     if not path.parent.is_dir():
@@ -267,14 +267,14 @@ def check_folder(path: Path, name: str) -> None:
 
 
 SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
-"""Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
+"""Matplotlib settings that make files reproducible and keep the text of a PDF as text."""
 DOTS = 200
-"""Of a PNG, to the inch."""
+"""Resolution of a PNG, in dots per inch."""
 NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
-    """The figure of a result, of what was chosen as `plot` takes it."""
+    """Draw a result's figure as `plot` does, and return the file's bytes."""
     from matplotlib import pyplot, rc_context
 
     axes = result.plot(**chosen)
@@ -282,7 +282,7 @@ def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
     file = io.BytesIO()
     figure.use_fonts_with_letters(drawn)
     with rc_context(SAME_BYTES), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # said above, by script
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a warning above names the script instead
         options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
         drawn.savefig(file, format=suffix.removeprefix("."), **options)
     pyplot.close(drawn)
@@ -300,9 +300,9 @@ WRITERS: Mapping[str, Callable[[Any], bytes]] = {
     **{suffix: partial(_drawn, suffix) for suffix in FIGURES},
 }
 RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
-"""What the name of any result's file may end in."""
+"""All endings that a result can be saved with."""
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """A tensor as drawing takes it."""
+    """Convert a tensor for drawing."""
     return tensor.detach().double().cpu().numpy()

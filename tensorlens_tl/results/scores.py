@@ -1,4 +1,4 @@
-"""Scores of named parts: the largest of them, what they sum to, their mean over prompts, and one less another."""
+"""Results made of named, scored parts: listing the largest, averaging over prompts, and subtracting results."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ Averaged = TypeVar("Averaged", bound="PartScores")
 
 
 class Parts(NamedTuple):
-    """Parts that have a score each; `positions` of those that are tokens, `labels` by name of those that have one."""
+    """Parts with one score each; `positions` for those that are tokens, `labels` by name for those that have one."""
 
     scores: Float[Tensor, "part"]
     names: Sequence[str]
@@ -40,16 +40,16 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """Named numbers and what they sum to: bars in a notebook and in print, a table in a terminal.
+    """Named numbers and their sums: bars in a notebook or figure, a table in a terminal.
 
     Attributes:
-        title: of a table, and of a notebook's and a figure's bars without `heading` or `figure_title`.
-        lines: names and numbers, the largest first.
-        sums: shown below a rule, such as a total.
-        heading, notes: above and below the bars in a notebook.
-        columns: a table's names for names and numbers.
-        left: whether a table aligns names to the left.
-        intervals: of every line and sum, in a figure.
+        title: of a table; also of bars without `heading` (in a notebook) or `figure_title` (in a figure).
+        lines: names and numbers, largest first.
+        sums: lines below a rule, such as a total.
+        heading, notes: shown above and below the bars in a notebook.
+        columns: a table's headings for names and numbers.
+        left: whether a table left-aligns names.
+        intervals: an interval for every line and sum, in a figure.
     """
 
     title: str
@@ -63,36 +63,36 @@ class Bars:
     figure_title: str = ""
 
     def draw(self, ax: Any) -> Any:
-        """For print, on matplotlib's axes, which are returned."""
+        """Draw on matplotlib axes, for print, and return them."""
         title = self.figure_title or self.title
         return figure.signed_bars(self.lines, title, ax, sums=self.sums, intervals=self.intervals)
 
     def print(self) -> None:
-        """For a terminal."""
+        """Print as a table in a terminal."""
         rows, below = ([(name, number(score)) for name, score in part] for part in (self.lines, self.sums))
         terminal.show_table(self.title, self.columns, rows, below, left=self.columns[: int(self.left)])
 
 
 class Scored(Result):
-    """A result whose parts have a score each; drawn as bars, the largest first, where its class shows nothing else."""
+    """A result whose parts have one score each, drawn as bars (largest first) unless its class draws otherwise."""
 
     @abstractmethod
     def _parts(self, *args: Any, **choice: Any) -> Parts:
-        """All parts of what is chosen."""
+        """Return all parts for a choice."""
 
     def _bars(self, *args: Any, **choice: Any) -> Bars:
-        """What is drawn of the k largest parts, of a result that is drawn as bars."""
+        """Return bars of the k largest parts, for a result that is drawn as bars."""
         raise NotImplementedError
 
     def top(self, k: int | None = None, **choice: Any) -> list[Entry]:
         """Return the k parts of largest absolute score.
 
         Args:
-            k: how many (10).
-            choice: as in `to_html`, and which parts, such as `names` of terms.
+            k: how many (default 10).
+            choice: as in `to_html`, and a selection of parts, such as `names` of terms.
 
         Raises:
-            InvalidInputError: k below 1, or no such choice, query or prompt.
+            InvalidInputError: k below 1, or an unknown choice, query or prompt.
 
         >>> tlens.circuits.logit_attribution(frozen, " value").top(1, names="MLP*")[0].name
         'MLP0'
@@ -106,10 +106,10 @@ class Scored(Result):
         return len(self._parts().names)
 
     def __getitem__(self, name: str) -> Any:
-        """The parts of one name, with their scores, among those that `top` lists where nothing is chosen.
+        """Return the parts with one name and their scores, among those that `top` lists by default.
 
         Raises:
-            InvalidInputError: no part of that name.
+            InvalidInputError: unknown part.
         """
         parts = self._parts()
         every = largest(parts.scores, parts.names, max(1, len(parts.names)), parts.positions, parts.labels)
@@ -130,7 +130,7 @@ class Scored(Result):
         self._titled_bars(**choice).print()
 
     def _titled_bars(self, title: str = "", **choice: Any) -> Bars:
-        """The bars, with a title of the caller's where there is one."""
+        """Return the bars, with the caller's title if there is one."""
         bars = self._bars(**choice)
         return replace(bars, title=title, heading=title, figure_title=title) if title else bars
 
@@ -140,16 +140,16 @@ class Scored(Result):
 
     @classmethod
     def _choices(cls, hook: str) -> dict[str, Parameter]:
-        if "choice" not in signature(getattr(cls, hook)).parameters:  # that are those of bars
+        if "choice" not in signature(getattr(cls, hook)).parameters:  # otherwise the choices are those of _bars
             return super()._choices(hook)
         return super()._choices("_bars") | {"title": signature(cls._titled_bars).parameters["title"]}
 
 
 class QueryScores(Scored):
-    """Scores at queries of prompts, of which one result can be taken from another."""
+    """Scores at queries of prompts; one such result can be subtracted from another."""
 
     NUMBERS: ClassVar[tuple[str, ...]] = ()
-    """The tensors that are subtracted, and averaged over prompts."""
+    """The tensors to subtract, and to average over prompts."""
 
     scores: Tensor
     queries: Int[Tensor, "batch query"]
@@ -159,11 +159,11 @@ class QueryScores(Scored):
     provenance: dict[str, str]
 
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
-        """Return where a query lies on the query axis.
+        """Return the index of a query on the query axis.
 
         Args:
-            query: counted over the prompt's real queries, or a text: the last token of its last occurrence among the
-                queries' tokens (in generated text, the tokens that are explained).
+            query: an index over the prompt's real queries, or a text: the last token of its last occurrence among the
+                queries' tokens (in generated text, among the explained tokens).
             batch: the prompt.
 
         Raises:
@@ -185,20 +185,20 @@ class QueryScores(Scored):
             at_position = f" The one at position {query} is query={real.index(named[query])}."
         raise InvalidInputError(
             f"query={query!r} is an index into the queries of prompt {batch}, 0 to {len(real) - 1}, or their text; "
-            f"this result holds those at positions {list(named)}.{at_position} Ask for others where it is made, "
-            "query='all' for all."
+            f"this result has those at positions {list(named)}.{at_position} To explain others, pass query= "
+            "(query='all' for all) where the result is computed."
         )
 
     def _explained(self, batch: int) -> Sequence[Sequence[int]]:
-        """The positions of the tokens that each query of a prompt is about."""
+        """Return the positions of the tokens that each query of a prompt is about."""
         return [[position] for position in self.queries[batch].tolist()]
 
     def _real_rows(self, batch: int) -> list[int]:
-        """The rows of the queries that are no padding."""
+        """Return the rows of the queries that are not padding."""
         return [row for row, position in enumerate(self.queries[batch].tolist()) if self.mask[batch, position]]
 
     def _which(self, batch: int, row: int) -> str:
-        """Which prompt and which query are shown, where there are several; `query_row` takes its words."""
+        """Say which prompt and query are shown if there are several, in terms that `query_row` accepts."""
         parts = [shown_prompt(batch, len(self.tokens))]
         if self.queries.shape[1] > 1:
             real = self._real_rows(batch)
@@ -208,20 +208,20 @@ class QueryScores(Scored):
         return ", ".join(filter(None, parts))
 
     def __sub__(self: Kind, other: Any) -> Kind:
-        """Subtract another result's scores, of another target, prompt or model, at the same positions.
+        """Subtract another result's scores, for another target, prompt or model, at the same positions.
 
-        A part that one of the two lacks is zero there. Totals and remainders are subtracted too, so that sums hold.
-        Provenance is the first's, with what differs under ``"second model"``.
+        A part that one of the two lacks counts as zero there. Totals and remainders are subtracted too, so sums still
+        hold. Provenance is the first result's, with differing entries of the second under ``"second model"``.
 
         Raises:
-            InvalidInputError: other positions or parts, or a target that means something else in each of the two.
+            InvalidInputError: the positions or parts differ, or the target means something else in each result.
 
         >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
         >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
         >>> torch.allclose((value - name).total, both.total, atol=1e-4)
         True
         """
-        kind = next(kind for kind in type(self).__mro__ if "_aligned" in vars(kind))  # it says how two are aligned
+        kind = next(kind for kind in type(self).__mro__ if "_aligned" in vars(kind))  # the class that defines alignment
         if not isinstance(other, kind):
             return NotImplemented
         first, second = self._aligned(other)
@@ -236,32 +236,27 @@ class QueryScores(Scored):
 
     @abstractmethod
     def _aligned(self, other: Any) -> tuple[Any, Any]:
-        """Return both results with the same parts in one order; raise `InvalidInputError` for other positions or
-        parts."""
+        """Return both results with the same parts in the same order; raise `InvalidInputError` if they do not match."""
 
     def _difference(self, other: Any) -> str:
-        """What is explained less what another result explains."""
+        """Describe the target of the difference from another result."""
         return f"{self.target} − {other.target}"
 
 
 class PartScores(QueryScores):
-    """Scores of parts that are the same in every prompt, with a total: they have a mean over prompts."""
+    """Scores of parts that are the same in every prompt, with a total, so that they have a mean over prompts."""
 
     total: Float[Tensor, "batch query"]
 
     def mean(self: Averaged, *, level: int | float = 0.95) -> Averaged:
-        """Return the mean over prompts, query by query, as a result of one prompt; sums still hold.
+        """Return the mean over prompts, query by query, as a result for one prompt; sums still hold.
 
         Args:
-            level: the confidence of the intervals of terms, bootstraps over prompts (`evaluate.bootstrap_interval`);
-                NaN for one prompt.
-
-        Returns:
-            The same kind of result, or `Terms` where parts are each prompt's own (`Paths`). Terms have intervals
-            (`low`, `high`) and `counts`, how many prompts have a query; these are columns of `to_dataframe`.
+            level: the confidence of the terms' intervals, from a bootstrap over prompts
+                (`evaluate.bootstrap_interval`); NaN for one prompt.
 
         Raises:
-            InvalidInputError: of terms, a level outside (0, 1).
+            InvalidInputError: for terms, a level outside (0, 1).
 
         >>> several = tlens.freeze(model, [text, "Set the name", "Raise an error"])
         >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
@@ -292,43 +287,43 @@ class PartScores(QueryScores):
         return self._changed(**fields, target=f"{self._short_target}, mean of {over}")
 
     def _changed(self: Averaged, **fields: Any) -> Averaged:
-        """The same with other fields, which are of no single prompt."""
+        """Return the result with some fields replaced, for values that belong to no single prompt."""
         result: Any = self
         return replace(result, **fields)
 
     @property
     def _short_target(self) -> str:
-        """The target as the title of a mean has it."""
+        """The target, shortened for the title of a mean."""
         return self.target
 
 
 def no_part(name: Any, names: Sequence[str], kind: str = "part") -> InvalidInputError:
-    """The error for a part that is looked up by a name that none has."""
+    """Return the error for looking up an unknown part."""
     return InvalidInputError(f"no {kind} {name!r}; there are {', '.join(names[:8])}, ….{nearest(str(name), names)}")
 
 
 def provenance_of_both(first: Any, second: Any) -> dict[str, str]:
-    """That of the first, and beside it what differs in the second, as ``"second model"``."""
+    """Return the first result's provenance, with differing entries of the second under ``"second model"``."""
     facts: dict[str, str] = first.provenance
     others: dict[str, str] = second.provenance
     which = "second"
     if any(name.startswith("second ") for name in (*facts, *others)):
-        which = "subtracted"  # one of them is itself of two models
+        which = "subtracted"  # one of the two is itself a difference of models
     return facts | {f"{which} {name}": fact for name, fact in others.items() if facts.get(name) != fact}
 
 
 def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
-    """Raise for a subtraction of results whose tokens are named by rank, as each prompt and model has its own.
+    """Raise if two results to be subtracted name tokens by rank, since each prompt and model has its own.
 
-    `first` and `second` are their targets, `tokens` the targets and foils as passed, which may say more.
+    `first` and `second` are their targets; `tokens` are targets and foils as passed, which may say more.
     """
     named = f"{first} {second} {tokens}"
     for token, words in RANKED.items():
         if words in named or repr(token) in named:
             raise InvalidInputError(
                 f"a − b: each side of {first!r} and {second!r} may have another {words.removeprefix('the ')}, so that "
-                "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
-                "about tlens.difference(a, b)."
+                "the two numbers would belong to different tokens. Name the token, such as ' Rome', on both sides; or "
+                "use tlens.difference(a, b)."
             )
 
 
@@ -378,19 +373,19 @@ COLUMNS: Mapping[str, str] = {
     "unit": "in an evaluation: the prompt",
     "value": "in an evaluation: the measured number",
 }
-"""The columns of every result's `to_dataframe`; an evaluation's axis and a program's own numbers come besides."""
+"""The columns of every result's `to_dataframe`; evaluations and programs add columns of their own."""
 
 
 def long_table(
     result: Any, values: Tensor, axes: Mapping[str, Sequence[str] | None], *, real: Any = True, **columns: Any
 ) -> "pd.DataFrame":
-    """Return a table of one line per score: its place on every axis, further columns, and the score.
+    """Return a table with one row per score: its index on every axis, further columns, and the score.
 
     Args:
-        result: with `queries`, `mask` and `tokens`, where an axis is ``"query"`` or ``"key"``.
-        axes: names of the places on each axis; None for their numbers.
-        real: which scores have a line.
-        columns: a text, or values for the first axes of `values`.
+        result: provides `queries`, `mask` and `tokens` if an axis is ``"query"`` or ``"key"``.
+        axes: the labels along each axis, or None to use indices.
+        real: which scores get a row.
+        columns: a string, or values for the leading axes of `values`.
     """
     import pandas as pd
 

@@ -1,5 +1,4 @@
-"""Uncertainty of means over prompts: bootstrap intervals, paired tests and their correction; and how well scores tell
-apart."""
+"""Uncertainty of means over prompts (bootstrap intervals, paired tests and their correction), and the AUROC."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,9 +12,9 @@ RESAMPLES = 2000
 def bootstrap_interval(
     values: Float[Tensor, "... unit"], level: int | float = 0.95, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Return the percentile bootstrap interval of the mean over units; every row has the same resamples.
+    """Return the percentile bootstrap interval of the mean over units; every row uses the same resamples.
 
-    NaN values are left out of means; both ends are NaN where fewer than two are known.
+    NaN values are ignored; both ends are NaN if fewer than two values remain.
 
     Raises:
         InvalidInputError: a level outside (0, 1).
@@ -42,8 +41,7 @@ def bootstrap_interval(
 
 
 def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples: int = 10_000) -> float:
-    """Return the two-sided p-value of a mean difference: how often random signs give one as large; NaN without
-    pairs."""
+    """Return the two-sided p-value of a mean difference by random sign flips; NaN if there are no pairs."""
     differences = differences[torch.isfinite(differences)].double()
     if not len(differences):
         return float("nan")
@@ -57,9 +55,9 @@ def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples:
 def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
     """Correct the p-values of one family of comparisons by Holm's step-down method.
 
-    Of n known p-values in ascending order the k-th is multiplied by n − k + 1; none may be smaller than the one before,
-    or above 1. The chance of any false finding below α is then at most α, whatever the dependence (Holm 1979). NaN is
-    no comparison, and stays.
+    The k-th smallest of n p-values is multiplied by n − k + 1, keeping the results in ascending order and at most 1.
+    The chance of any false finding below α is then at most α, whatever the dependence (Holm 1979). NaN values are not
+    counted and stay NaN.
 
     Raises:
         InvalidInputError: a value outside [0, 1].
@@ -81,9 +79,9 @@ def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
 
 
 def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
-    """Return the area under the ROC curve: how often a true item scores above a false one; ties count half.
+    """Return the area under the ROC curve: the chance that a true item outscores a false one, ties counting half.
 
-    NaN where all items are true or false, or a score is NaN.
+    NaN if all items are true or all are false, or if a score is NaN.
 
     >>> from tensorlens_tl import evaluate
     >>> evaluate.auroc(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, False, False]))

@@ -1,4 +1,4 @@
-"""How is a result kept in a file? Tensors and JSON in one safetensors file, with a digest; never anything that runs."""
+"""Storing results: tensors and JSON in one safetensors file with a digest, and never anything executable."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ from tensorlens_tl.models import Relative
 
 FORMAT_VERSION = 1
 LOADABLE = ("", ".safetensors")
-"""What the name of a file ends in that holds tensors."""
+"""Endings of files that hold tensors."""
 
 Result = TypeVar("Result", bound="Stored")
 
 
 class FieldNames:
-    """The names of a class' fields, of those that are chosen: its tensors, say."""
+    """A class attribute that lists the names of a dataclass' fields that satisfy a condition, such as its tensors."""
 
     def __init__(self, is_chosen: Callable[[Field[Any]], bool]) -> None:
         self.is_chosen = is_chosen
@@ -36,7 +36,7 @@ class FieldNames:
 
 
 def _shaped(field: Field[Any]) -> Any:
-    """The annotation of a field that is a tensor, with the names of its axes; None of any other."""
+    """Return the annotation of a tensor field, including its axis names; None for other fields."""
     kinds = [field.type, *get_args(field.type)]
     return next((kind for kind in kinds if hasattr(kind, "dim_str")), None)
 
@@ -46,19 +46,19 @@ def _can_lack(field: Field[Any]) -> bool:
 
 
 class Stored:
-    """A result that `save` writes to one safetensors file, its tensors and facts by field; `load` reads it.
+    """A result that `save` writes to one safetensors file and `load` reads.
 
-    Files of earlier versions may lack fields that have defaults.
+    Files from earlier versions may lack fields that have defaults.
     """
 
     TENSORS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is not None)
-    """The fields that are tensors."""
+    """Fields stored as tensors."""
     FACTS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is None and not _can_lack(field))
-    """Those that JSON holds."""
+    """Fields stored as JSON."""
     LATER_FACTS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is None and _can_lack(field))
-    """Those of them that files may lack."""
+    """JSON fields that a file may lack."""
     NAMES: ClassVar[Mapping[str, str]] = {}
-    """The field that names the places on an axis of the tensors, by axis."""
+    """For each axis, the field that holds its labels."""
 
     def __post_init__(self) -> None:
         wrong = self._misfit()
@@ -66,7 +66,7 @@ class Stored:
             raise InvalidInputError(f"{type(self).__name__}: {wrong}.")
 
     def _misfit(self) -> str:
-        """What of this result does not fit together, computed or read from a file; an empty text where all does."""
+        """Return what is inconsistent about this result, computed or read from a file; empty if nothing is."""
         wrong = self._wrong_facts(vars(self))
         if wrong:
             return wrong
@@ -85,18 +85,18 @@ class Stored:
         return ""
 
     def _axes(self) -> dict[str, list[str]]:
-        """The names of the axes of each of its tensors, as their annotations have them; positions are those of keys."""
+        """Return the axis names of each tensor that is present, from its annotation; "pos" counts as "key"."""
         present = {name: shaped for name, shaped in self._shapes().items() if getattr(self, name) is not None}
         return {name: shaped.dim_str.replace("pos", "key").split() for name, shaped in present.items()}
 
     @classmethod
     def _shapes(cls) -> dict[str, Any]:
-        """The annotations of its tensors, with the names of their axes."""
+        """Return the annotations of the class's tensors, with their axis names."""
         every = {field.name: _shaped(field) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         return {name: shaped for name, shaped in every.items() if shaped is not None}
 
     def _keep(self, path: Path) -> Path:
-        """Write the file that `load` reads back: one of safetensors, facts as JSON metadata, never pickle."""
+        """Write the file that `load` reads: safetensors with the facts as JSON metadata, never pickle."""
         wrong = self._wrong_facts(vars(self))
         if wrong:
             raise InvalidInputError(f"save: {wrong}.")
@@ -107,12 +107,12 @@ class Stored:
         """Read a file that `save` wrote.
 
         Raises:
-            FileFormatError: not such a file, damaged or changed since, or from a newer version.
-            OSError: there is no such file.
+            FileFormatError: not such a file, or one that is damaged, was changed, or comes from a newer version.
+            OSError: the file does not exist.
         """
         tensors, facts = read(path, cls.__name__, cls.TENSORS)
         try:
-            wrong = cls._wrong_facts(facts)  # before anything is made of them: a forged range may be of any length
+            wrong = cls._wrong_facts(facts)  # before they are used: a forged range could have any length
             if wrong:
                 raise ValueError(wrong)
             return cls._unpacked(tensors, facts)
@@ -123,7 +123,7 @@ class Stored:
 
     @classmethod
     def _wrong_facts(cls, facts: Mapping[str, Any]) -> str:
-        """What is wrong with the first fact that its field's annotation does not allow, or an empty text."""
+        """Return what is wrong with the first fact that violates its field's annotation, or an empty string."""
         for field in fields(cls):  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
             if field.name in facts and not _allowed(facts[field.name], field.type):
                 kind = getattr(field.type, "__name__", field.type)
@@ -141,7 +141,7 @@ class Stored:
 
 
 def _allowed(value: Any, annotation: Any) -> bool:
-    """True if an annotation allows a value of JSON's kinds; a list stands for a tuple, and the reverse."""
+    """Whether an annotation allows a JSON value; lists and tuples are interchangeable."""
     origin = get_origin(annotation) or annotation
     arguments = get_args(annotation)
     if origin in (Union, UnionType):
@@ -159,11 +159,11 @@ def _allowed(value: Any, annotation: Any) -> bool:
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-    """Write a file of a `kind` such as ``"Attribution"`` under a temporary name, then rename it: no half is ever seen.
+    """Write a file of a `kind` such as ``"Attribution"`` under a temporary name, then rename it into place.
 
     Raises:
-        InvalidInputError: there is no such folder, or the name's ending is that of another kind of file.
-        OSError: it cannot be written, as on a full disk.
+        InvalidInputError: the folder does not exist, or the ending belongs to another kind of file.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     from safetensors.torch import save
 
@@ -172,7 +172,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         raise InvalidInputError(f"save: {path.name!r} ends in {path.suffix!r}; end it in .safetensors, or in nothing.")
     if not path.parent.is_dir():
         raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
-    # clones: safetensors refuses tensors that share memory
+    # cloned, since safetensors rejects tensors that share memory
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
@@ -181,20 +181,20 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text,
         "digest": _digest(copies, text),
     }  # fmt: skip
-    content = save(copies, metadata)  # save_file would create a file that only its owner can read
+    content = save(copies, metadata)  # save_file would create a file readable only by its owner
     with replacing(path) as temporary:
         try:
             temporary.write_bytes(content)
-        except OSError as error:  # of a full disk, which names no file
+        except OSError as error:  # such as a full disk; the error names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write a file's new content, which takes its place at the end; the old one stays if anything fails."""
-    place = path.resolve()  # a link stays one: what it points to is replaced
-    temporary = place.with_name(f".{place.name}.{secrets.token_hex(8)}.tmp")  # of this call, in whichever thread
+    """Yield a temporary path for new content, which replaces the file at the end; on failure the old file stays."""
+    place = path.resolve()  # keeps a symbolic link and replaces its target
+    temporary = place.with_name(f".{place.name}.{secrets.token_hex(8)}.tmp")  # unique, also across threads
     try:
         yield temporary
         os.replace(temporary, place)
@@ -206,16 +206,16 @@ def replacing(path: Path) -> Iterator[Path]:
 def read(
     path: str | os.PathLike[str], kind: str, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and facts of a file that `write` wrote; tensors of other `names` (if not None) are an error.
+    """Read the tensors and facts that `write` wrote; tensors outside `names` (unless None) are an error.
 
     Raises:
-        FileFormatError: not such a file, damaged or changed since, or from a newer version.
-        OSError: no such file, or it cannot be read.
+        FileFormatError: not such a file, or one that is damaged, was changed, or comes from a newer version.
+        OSError: the file does not exist, or cannot be read.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    content = Path(path).read_bytes()  # once: another process may replace the file at any time
+    content = Path(path).read_bytes()  # in one go: another process may replace the file at any time
     other = other_kind(content, path)
     if other:
         raise FileFormatError(
@@ -248,12 +248,12 @@ def read(
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
     unknown = sorted(set(tensors) - set(names or tensors))
     if unknown:
-        raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
+        raise FileFormatError(f"{path}: contains a tensor {unknown[0]!r}, which no {kind} has.")
     return tensors, facts
 
 
 def written_kind(content: bytes) -> str:
-    """The class that is named in a file of ours, such as ``"Attribution"``; empty where it is none."""
+    """Return the class named in one of our files, such as ``"Attribution"``; empty for other files."""
     try:
         library, _, kind = _metadata(content).get("format", "").partition(".")
     except (ValueError, AttributeError, RecursionError):
@@ -262,7 +262,7 @@ def written_kind(content: bytes) -> str:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """The texts in the header of a safetensors file."""
+    """Return the metadata in the header of a safetensors file."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]).get("__metadata__") or {}
 
@@ -282,18 +282,18 @@ BEGINNINGS = {
     b"{": JSON_FILE,
     b"[": "a JSON file, which pandas.read_json reads if it is a table",
 }
-"""What a file is that begins like this; a file of tensors begins with a length, as eight bytes."""
+"""Kinds of files by their first bytes; a tensor file begins with a length in eight bytes."""
 
 TABLES = {".csv": "a CSV table, which pandas.read_csv reads"}
-"""What a file is whose name ends like this."""
+"""Kinds of files by ending."""
 
 
 def other_kind(content: bytes, path: str | os.PathLike[str]) -> str:
-    """What kind of file has this content, where it is none that holds tensors; an empty text otherwise."""
+    """Return what kind of file this is if it is not a tensor file; otherwise empty."""
     beginning = content[:16]
     if not beginning:
         return "an empty file"
-    if beginning[8:9] == b"{":  # the facts of a file of tensors, behind their length
+    if beginning[8:9] == b"{":  # a tensor file: facts follow their length
         return ""
     for first, what in BEGINNINGS.items():
         if beginning.lower().startswith(first.lower()):
@@ -302,7 +302,7 @@ def other_kind(content: bytes, path: str | os.PathLike[str]) -> str:
 
 
 def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
-    """What to say of a safetensors file that holds something else."""
+    """Return the error message for a safetensors file that holds something else."""
     library, _, name = written.partition(".")
     if library == "tensorlens_tl" and name:
         return f"{path}: holds {name}, not {kind}; tlens.load({str(path)!r}) reads either."
@@ -313,7 +313,7 @@ def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
 
 
 def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
-    """SHA-256 of everything a file says: it finds damage, and is no signature."""
+    """Return the SHA-256 of a file's whole content; it detects damage, but is not a signature."""
     digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -323,7 +323,7 @@ def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:
 
 
 def tagged(value: Any) -> Any:
-    """Options as JSON can hold them; what JSON has no kind for is a table with one key that names it."""
+    """Encode options for JSON; a type that JSON lacks becomes a table with one key that names it."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             value = value.detach().double()
@@ -346,7 +346,7 @@ def tagged(value: Any) -> Any:
         return {"$pairs": [[tagged(key), tagged(item)] for key, item in value.items()]}
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if hasattr(value, "tolist"):  # numpy's
+    if hasattr(value, "tolist"):  # from numpy
         return tagged(value.tolist())
     return repr(value)
 
@@ -363,7 +363,7 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def untagged(value: Any) -> Any:
-    """What `tagged` was given."""
+    """Decode what `tagged` encoded."""
     if isinstance(value, list):
         return [untagged(item) for item in value]
     if not isinstance(value, dict):
@@ -372,9 +372,9 @@ def untagged(value: Any) -> Any:
     kind = next(iter(inner), "")
     if len(inner) == 1 and kind in _KINDS:
         spread = {"$tuple": [inner[kind]], "$set": [inner[kind]], "$pairs": inner[kind]}.get(kind, [])
-        if not all(isinstance(items, list) for items in spread):  # a forged range may be of any length
+        if not all(isinstance(items, list) for items in spread):  # a forged range could have any length
             raise ValueError(f"{kind} of {inner[kind]!r}")
         if kind == "$tensor":
-            return torch.tensor(value[kind])  # numbers, whatever else has a length
+            return torch.tensor(value[kind])  # must be numbers, whatever its length
         return _KINDS[kind](inner[kind])
     return inner

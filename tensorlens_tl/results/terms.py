@@ -1,5 +1,7 @@
-"""Named parts of one number of the model: what each component, head, path, feature or changed weight adds to it; and
-the routes by which its change passes each layer, as cuts that each sum to all of it."""
+"""Named parts of one number of the model: the contribution of each component, head, path, feature or changed weight.
+
+Also the routes by which its change passes each layer; each layer's routes sum to the whole change.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,50 +42,50 @@ ROUTES = (
     "mixer", "mixer, scale", "MLP", "MLP, scale",
     "norms", "constants", "later constants",
 )  # fmt: skip
-"""The ways in which a change passes a layer."""
+"""The routes by which a change can pass a layer."""
 
 SCALE = ", scale"
-"""What the name of a route ends with that acts by the scale of a norm."""
+"""The ending of a route that acts through the scale of a norm."""
 
 HEAD_ROUTES = ROUTES[ROUTES.index("values") : ROUTES.index("mixer")]
-"""Those of them that are heads'."""
+"""The routes that go through heads."""
 
 CROSS = "cross "
-"""What the name of a route begins with that is one of heads of cross-attention."""
+"""The prefix of a route that goes through cross-attention."""
 
 NOISE = 1e-9
-"""What share of a table's largest number is rounding, and printed as zero."""
+"""Numbers below this share of a table's largest are rounding errors, printed as zero."""
 
 BESIDE = 6
-"""How many terms stand below a grid of heads that has no place for them."""
+"""How many terms are listed below a grid of heads, for lack of a cell in it."""
 
 BY_TOKEN = "each token's share: to_dataframe()"
-"""Where each part's shares by token are, which no list of parts shows."""
+"""Where to find each part's shares by token, which lists of parts do not show."""
 
 LONGEST = 80
-"""Letters of a target in the title of a mean: one that names each prompt's own token is longer."""
+"""Longer targets, which name each prompt's own token, are shortened in the title of a mean."""
 
 
 @dataclass(frozen=True, eq=False)
 class Terms(PartScores):
     """Named parts of a logit before any final soft cap (or of a logit difference, or any direction).
 
-    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what passes two parts
-    counts for both. `top`, `show`, `plot` and `to_html` take `query` and `batch`, by default the mean over prompts.
-    ``top(names="L*H*")`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
+    If `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not additive: an effect
+    through two parts counts for both. `top`, `show`, `plot` and `to_html` take `query` and `batch`, by default the mean
+    over prompts. ``top(names="L*H*")`` selects heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
 
     Attributes:
-        names: such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
+        names: names such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
         scores: `[batch, query, term]`.
         total: the model's own number, `[batch, query]`.
-        remainder: what the parts leave out, `[batch, query]`; None where they are not additive.
+        remainder: the part of the total outside these terms, `[batch, query]`; None if they are not additive.
         queries, mask, tokens, target, provenance: as in `Attribution`.
-        low, high: the interval of each part of a `mean`, `[batch, query, term]`; else None.
-        counts: how many prompts of a `mean` have each query, `[batch, query]`; else None.
-        keys: the share of each token that a part reads, `[batch, query, term, key]`, NaN for parts that belong to none;
-            None where not computed.
+        low, high: for a `mean`, the interval of each part, `[batch, query, term]`; otherwise None.
+        counts: for a `mean`, how many prompts have each query, `[batch, query]`; otherwise None.
+        keys: each part's score by the token it reads, `[batch, query, term, key]`, NaN for parts that read none; None
+            if not computed.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
-        labels: other names of some parts, such as a dictionary's for features, for pictures and printed tables.
+        labels: alternative names of parts, such as a dictionary's descriptions of features, for pictures and tables.
     """
 
     NUMBERS: ClassVar = ("scores", "total", "remainder")
@@ -108,18 +110,18 @@ class Terms(PartScores):
 
     @property
     def additive(self) -> bool:
-        """True if scores and remainder sum to the total."""
+        """Whether scores and remainder sum to the total."""
         return self.remainder is not None
 
     @property
     def gap(self) -> Float[Tensor, "batch query"]:
-        """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum is from holding.
+        """abs(Σ scores + remainder − total) / (Σ abs(scores) + abs(remainder)): how far the sum misses the total.
 
         Raises:
             InvalidInputError: the parts are not additive.
         """
         if self.remainder is None:
-            raise InvalidInputError(f"gap: these {self.target} effects are not additive; there is no sum to check.")
+            raise InvalidInputError(f"gap: these {self.target} effects are not additive, so there is no sum to check.")
         return relative_gap(self.scores, self.remainder, self.total)
 
     def __len__(self) -> int:
@@ -148,8 +150,8 @@ class Terms(PartScores):
                 raise InvalidInputError(f"difference: the two differ in {what}; subtract terms of the same positions.")
         if not set(self.names) & set(other.names):
             raise InvalidInputError(
-                f"difference: no part has the same name ({self.names[0]!r} …, {other.names[0]!r} …); ask for both by= "
-                "the same kind of part."
+                f"difference: no part has the same name ({self.names[0]!r} …, {other.names[0]!r} …); compute both with "
+                "the same by=."
             )
         refuse_ranked(self.target, other.target)
         soft_cap = self.soft_cap if self.soft_cap == other.soft_cap else None
@@ -161,8 +163,7 @@ class Terms(PartScores):
         return replace(first, labels={**other.labels, **self.labels}), second
 
     def with_names(self: Kind, names: Sequence[str]) -> Kind:
-        """Return these parts in this order, missing ones zero; raise `InvalidInputError` where one of its own is
-        left out."""
+        """Return these parts in this order, zero if missing; raise `InvalidInputError` if one of its own is omitted."""
         missing = [name for name in self.names if name not in names]
         if missing:
             raise InvalidInputError(f"names: {missing[0]!r} is a term of this change, and its sum needs it.")
@@ -178,31 +179,30 @@ class Terms(PartScores):
         return replace(self, names=list(names), **parts | {"low": None, "high": None})
 
     def _changed(self, **fields: Any) -> "Terms":
-        """The same with other fields, as terms of no further kind: what these have besides is of single prompts."""
+        """Return the result with some fields replaced, as plain `Terms`: other data belongs to single prompts."""
         return Terms(**{field.name: getattr(self, field.name) for field in dataclass_fields(Terms)} | fields)
 
     def _parts(self, query: int | str = -1, batch: int | None = None, *, names: str = "*") -> Parts:
-        """Return the parts of one query of one prompt, or of the mean over several; `names` as in `top`."""
+        """Return the parts of one query, for one prompt or the mean over several; `names` as in `top`."""
         of, prompt, row = self._at(query, batch)
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         return Parts(of.scores[prompt, row, indices], [self.names[i] for i in indices], None, self.labels)
 
     def _at(self, query: int | str, batch: int | None) -> tuple["Terms", int, int]:
-        """The terms that are shown, those of the mean over several prompts where none is chosen; prompt and row."""
+        """Return the terms to show (the mean over several prompts if none is chosen), with prompt and row."""
         if batch is None and len(self.tokens) > 1:
             return self._of_query(query).mean(), 0, 0
         return self, batch or 0, self.query_row(query, batch or 0)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
-        """Return one line per score: batch, query, query_token, term, target, score; with `keys`, one per source's
-        share.
+        """Return one row per score: batch, query, query_token, term, target, score; `keys` adds a row per source token.
 
-        Shares exist after ``by="head_token"`` or ``positions=True``, and are then in table files too; ``keys=False``
-        has a line per part. Parts of no source token have one line without `key` and `key_token`. A `mean` has ``n``,
-        the number of prompts with the query, ``low`` and ``high`` before the score.
+        Shares exist after ``by="head_token"`` or ``positions=True``, and are then included in table files too;
+        ``keys=False`` gives one row per part. Parts without a source token have one row without `key` and `key_token`.
+        A `mean` adds ``n``, the number of prompts with the query, and ``low`` and ``high``, before the score.
 
         Raises:
-            InvalidInputError: `keys`, and there are no shares.
+            InvalidInputError: `keys` is true, but there are no shares.
 
         >>> effects = tlens.circuits.logit_attribution(frozen, " value")
         >>> table = effects.to_dataframe()
@@ -216,27 +216,27 @@ class Terms(PartScores):
         values = self.keys if keys else self.scores
         if values is None:
             raise InvalidInputError(
-                "keys: no source tokens' shares here; logit_attribution(by='head_token') has them, and compare_models "
-                "and patch_scores with positions=True."
+                "keys: there are no shares by source token; compute them with logit_attribution(by='head_token'), or "
+                "with positions=True in compare_models and patch_scores."
             )
         columns: dict[str, Any] = {"target": np.array(targets_of_queries(self.target, self.queries), dtype=object)}
         columns |= {name: column.cpu() for name, column in self._columns(keys).items() if column is not None}
         axes = dict.fromkeys(self._axes()["keys" if keys else "scores"]) | {"term": self.names}
         frame = long_table(self, values, axes, **columns)
-        if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
+        if keys:  # parts without a source token get a row of their own, so that rows still sum
             whole = self.to_dataframe(keys=False)
             keyless = frame.loc[frame["score"].isna(), "term"].unique()
             frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(keyless)]])
         return frame.reset_index(drop=True)
 
     def _columns(self, keys: bool) -> dict[str, Tensor | None]:
-        """Further columns of a table of parts, or of their shares by token."""
+        """Return additional columns for a table of parts, or of their shares by token."""
         return {"n": self.counts} | ({} if keys else {"low": self.low, "high": self.high})
 
     # ------------------------------------------------------------------ showing
 
     def _bars(self, k: int, query: int | str = -1, batch: int | None = None) -> Bars:
-        """The k largest parts of one query and all others, and what they sum to; of several prompts their means."""
+        """Return bars of one query's k largest parts, the rest, and the sums; means for several prompts."""
         of, prompt, row = self._at(query, batch)
         scores = of.scores[prompt, row].double()
         largest_parts = largest(scores, self.names, k, labels=self.labels)
@@ -249,7 +249,7 @@ class Terms(PartScores):
             parts |= self._rest(scores, [index for indices in parts.values() for index in indices])
             sums = [("total", total)]
             exact = f"sums to the model's own number to {float(of.gap[prompt, row]):.1e}"
-        else:  # a rule with a total below would look like a sum
+        else:  # a rule with a total below it would suggest a sum
             left = len(self) - len(parts)
             notes.append(f"effects on {number(total)}, which do not add up{f'; {left} more' if left else ''}")
         lines = [(name, float(scores[indices].sum())) for name, indices in parts.items()]
@@ -270,9 +270,9 @@ class Terms(PartScores):
         return replace(bars, figure_title=mean_title(self.target, len(self.tokens)), intervals=intervals)
 
     def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
-        """Return the sum of the parts that are not shown, in one row.
+        """Group the parts that are not shown into one row.
 
-        If that were larger than every part shown, there is a row for each kind of part, or of one kind for each layer.
+        If its sum exceeds every part shown, use a row for each kind of part or, for a single kind, for each layer.
         """
         left = sorted(set(range(len(self))) - set(shown))
         if not left:
@@ -289,7 +289,6 @@ class Terms(PartScores):
         return together
 
     def _of_query(self, query: int | str) -> "Terms":
-        """One query of each prompt."""
         if self.queries.shape[1] == 1:
             return self
         rows = [self.query_row(query, prompt) for prompt in range(len(self.tokens))]
@@ -298,9 +297,9 @@ class Terms(PartScores):
         return self._changed(**values, keys=None)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
-        """Draw heads as a grid, a row per layer and a column per head, then MLPs; empty without any.
+        """Draw heads as a grid with a row per layer and a column per head, then MLPs; empty if there are none.
 
-        The largest of the other terms are listed below: the embedding, the unembedding, norms and biases.
+        The largest other terms (embedding, unembedding, norms, biases) are listed below.
         """
         scores = self.scores[batch, self.query_row(query, batch)]
         cells = self._cells(scores)
@@ -321,7 +320,7 @@ class Terms(PartScores):
         Args:
             query: as in `top`.
             batch: one prompt; None for the only one, or for the mean over several.
-            ax: draw here; None makes a figure of fitting size.
+            ax: the axes to draw on; None creates a figure of suitable size.
 
         Raises:
             InvalidInputError: no term is a head or an MLP, or no such query or prompt.
@@ -340,13 +339,13 @@ class Terms(PartScores):
         return figure.head_map(cells, title, ax)
 
     def _cells(self, scores: Float[Tensor, "term"]) -> dict[tuple[int, str], float]:
-        """The scores of heads and MLPs by layer and column."""
+        """Return the scores of heads and MLPs by layer and column."""
         named = {_cell(name): score for name, score in zip(self.names, scores.tolist(), strict=True)}
         return {cell: score for cell, score in named.items() if cell is not None}
 
 
 def _counted(count: int, kind: str) -> str:
-    """The name of a row of parts that are not shown: ``"297 others"``, ``"12 other heads"``."""
+    """Name a row of parts that are not shown: ``"297 others"``, ``"12 other heads"``."""
     plural = "" if count == 1 else "s"
     if not kind:
         return f"{count} other{plural}"
@@ -360,7 +359,7 @@ KINDS = {
     r"MLP\d+\.N\d+": "neuron",
     r".* → .*": "path",
 }
-"""What parts of these names are."""
+"""Kinds of parts, by the pattern of their names."""
 
 
 def _kind(name: str) -> str:
@@ -373,8 +372,7 @@ def _layer(name: str) -> str:
 
 
 def _cell(name: str) -> tuple[int, str] | None:
-    """Return layer and column of a head or MLP: ``"L3H1"`` is (3, "H1"), ``"L3.cross.H1"`` (3, "cross.H1"), else
-    None."""
+    """Return layer and column of a head or MLP: (3, "H1") for ``"L3H1"``, (3, "cross.H1") for ``"L3.cross.H1"``."""
     match = re.fullmatch(r"L(\d+)(H\d+|\.cross\.H\d+)|MLP(\d+)", name)
     if match is None:
         return None
@@ -384,12 +382,12 @@ def _cell(name: str) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Paths(Terms):
-    """Path scores of one query, order by order.
+    """Scores of paths for one query, by order.
 
     Attributes:
         nodes: each path's nodes, first to last; empty for the direct path.
-        orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
-            are computed by a separate pull, so `gap` checks the listed paths.
+        orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last entry is all longer ones.
+            They come from a separate pull, so `gap` checks the listed paths.
     """
 
     nodes: Sequence[Sequence[str]] = ()
@@ -407,13 +405,12 @@ class Paths(Terms):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeatureEdges(Terms):
-    """Edges from an early dictionary's parts into a late one's `features`, a row of `scores` at `queries` for each."""
+    """Edges from an earlier dictionary's parts into a later one's `features`, one row of `scores` per query."""
 
     features: Sequence[int] = ()
 
     def into(self, feature: int) -> Terms:
-        """Return the edges into one feature, at each of its positions; raise `InvalidInputError` for another
-        feature."""
+        """Return the edges into a feature at each of its positions; raise `InvalidInputError` for another feature."""
         rows = [row for row, number in enumerate(self.features) if number == feature]
         if not rows:
             raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
@@ -422,7 +419,7 @@ class FeatureEdges(Terms):
         return self._changed(**chosen, target=target, keys=None)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
-        """One line per edge: batch, query, query_token, feature (the late one), term, target, score."""
+        """Return one row per edge: batch, query, query_token, feature (of the later one), term, target, score."""
         import pandas as pd
 
         frames = []
@@ -435,11 +432,11 @@ class FeatureEdges(Terms):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelChange(Terms):
-    """What every changed weight adds to the change of a logit, from `compare_models`.
+    """The contribution of every changed weight to the change of a logit, from `compare_models`.
 
     Attributes:
-        base, tuned: the two models' own numbers, `[batch, query]`; `total` is the second less the first.
-        by: what a term is.
+        base, tuned: the two models' own numbers, `[batch, query]`; `total` is the second minus the first.
+        by: what each term stands for.
     """
 
     NUMBERS: ClassVar = (*Terms.NUMBERS, "base", "tuned")
@@ -452,8 +449,8 @@ class ModelChange(Terms):
     def gap(self) -> Float[Tensor, "batch query"]:
         """abs(Σ scores + remainder − total), relative to the size of the terms and of the two models' numbers.
 
-        The total is a difference of two rounded numbers: where a change has no effect (a bias of keys) it is all
-        rounding.
+        The total is a difference of two rounded numbers: if a change has no effect (as with a bias of keys), it is pure
+        rounding error.
         """
         assert self.remainder is not None
         miss = (self.scores.sum(-1) + self.remainder - self.total).abs()
@@ -472,18 +469,18 @@ class ModelChange(Terms):
     def summary(
         self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
     ) -> "pd.DataFrame":
-        """Return each term's mean over the prompts with its bootstrap interval, the largest first, and the total's.
+        """Return each term's mean over prompts with its bootstrap interval, largest first, and that of the total.
 
-        Whole prompts are resampled: an interval says how the mean would scatter over other prompts like these.
+        Whole prompts are resampled: the interval shows how the mean would vary over other prompts like these.
 
         Args:
             level: the confidence of the intervals.
             query: one of each prompt's queries, as in `Terms.query_row`.
-            names: of some terms only: ``"L*H*"`` are heads, ``"L1.*"`` the weights of one layer.
-            seed: of the resamples.
+            names: only some terms: ``"L*H*"`` selects heads, ``"L1.*"`` the weights of one layer.
+            seed: the seed of the resampling.
 
         Returns:
-            A line for each term, and ``"total"`` last: `mean`, `low`, `high`; NaN ends for a single prompt.
+            One row per term, and ``"total"`` last: `mean`, `low`, `high`; bounds are NaN for a single prompt.
 
         Raises:
             InvalidInputError: a level outside (0, 1), no such term, or no such query.
@@ -514,8 +511,8 @@ class ModelChange(Terms):
     def _aligned(self, other: Any) -> tuple[Any, Any]:
         if self.by != other.by or self.queries.shape != other.queries.shape:
             raise InvalidInputError(
-                f"a - b: terms by {self.by!r} of {tuple(self.queries.shape)} prompts and queries, and by {other.by!r} "
-                f"of {tuple(other.queries.shape)}. Compare both by the same terms; for other prompts, their means."
+                f"a - b: terms by {self.by!r} for {tuple(self.queries.shape)} prompts and queries, and by {other.by!r} "
+                f"for {tuple(other.queries.shape)}. Compare both by the same terms; for other prompts, their means."
             )
         names = list(dict.fromkeys([*self.names, *other.names]))
         return self.with_names(names), other.with_names(names)
@@ -528,19 +525,19 @@ class ModelChange(Terms):
 class ChangeRoutes(PartScores):
     """The routes by which the change of a number passes each layer, from `circuits.routes`.
 
-    Every layer's scores sum to the whole change: layers are cuts through one change at different depths, and do not add
-    up. `show`, `plot` and `to_html` take `query` and `batch`, by default the mean over prompts; `top` also needs a
-    `layer`.
+    Every layer's scores sum to the whole change: layers are cuts through the same change at different depths, so they
+    must not be added together. `show`, `plot` and `to_html` take `query` and `batch`, by default the mean over prompts;
+    `top` also needs a `layer`.
 
     Attributes:
-        layers: names of the layer axis: ``"L0"`` …, and ``"end"``, what follows the last block.
-        scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
-            values, queries, keys and gates; by cross-attention (``"cross values"``, ``"cross queries"``,
-            ``"cross keys"``); through a mixer in place of attention, and the MLP; by the scale of the norm before a
-            sublayer (``", scale"``); by other norms (``"norms"``); and the changed weights of two models in this layer
-            and after it (``"constants"``, ``"later constants"``).
-        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`; under
-            the routes of cross-attention the heads are its own.
+        layers: names of the layer axis: ``"L0"`` …, and ``"end"``, everything after the last block.
+        scores: `[batch, query, layer, route]`, with routes as in `ROUTES`: past the layer (``"direct"``); through each
+            head's values, queries, keys and gates; through cross-attention (``"cross values"``, ``"cross queries"``,
+            ``"cross keys"``); through a mixer in place of attention, and the MLP; through the scale of the norm before
+            a sublayer (``", scale"``); through other norms (``"norms"``); and the changed weights of two models in this
+            layer and after it (``"constants"``, ``"later constants"``).
+        heads: each head's share of the attention routes (`HEAD_ROUTES`), `[batch, query, layer, head, route]`; for
+            routes through cross-attention, the heads are those of cross-attention.
         total: the change of the number, `[batch, query]`.
         queries, mask, tokens, target, provenance: as in `Attribution`.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
@@ -563,7 +560,7 @@ class ChangeRoutes(PartScores):
 
     @property
     def gap(self) -> Float[Tensor, "batch query layer"]:
-        """abs(Σ scores − total) / Σ abs(scores) of every layer: how far its sum is from holding."""
+        """abs(Σ scores − total) / Σ abs(scores) for every layer: how far its sum misses the total."""
         total = self.total[..., None].expand(self.scores.shape[:-1])
         return relative_gap(self.scores, torch.zeros_like(total), total)
 
@@ -582,9 +579,9 @@ class ChangeRoutes(PartScores):
         return self.scores[..., ROUTES.index(route)]
 
     def at(self, layer: int) -> Terms:
-        """Return the routes through one layer as terms that sum to the whole change, those of attention head by head.
+        """Return the routes through one layer as terms that sum to the whole change, with attention split by head.
 
-        Layer -1 is what follows the last block. An unknown layer raises `InvalidInputError`.
+        Layer -1 is everything after the last block. An unknown layer raises `InvalidInputError`.
         """
         count = len(self.layers)
         layer = whole_number("layer", layer, -count, count - 1, why="a layer of this result") % count
@@ -597,7 +594,7 @@ class ChangeRoutes(PartScores):
                 parts.append(self.scores[:, :, layer, column, None])
                 continue
             if route.startswith(CROSS) and not bool(self[route].any()):
-                continue  # in most models there is no cross-attention
+                continue  # most models have no cross-attention
             attention = f"{here}.cross." if route.startswith(CROSS) else here
             names += [f"{attention}H{head} {route.removeprefix(CROSS)}" for head in range(self.heads.shape[3])]
             parts.append(self.heads[:, :, layer, :, HEAD_ROUTES.index(route)])
@@ -609,11 +606,10 @@ class ChangeRoutes(PartScores):
         )  # fmt: skip
 
     def _parts(self, query: int | str = -1, batch: int | None = None, *, layer: int) -> Parts:
-        """The routes through one layer."""
         return self.at(layer)._parts(query, batch)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per score: batch, query, query_token, layer, route, score."""
+        """Return one row per score: batch, query, query_token, layer, route, score."""
         axes = dict.fromkeys(self._axes()["scores"]) | {"layer": self.layers, "route": ROUTES}
         return long_table(self, self.scores, axes)
 
@@ -627,7 +623,7 @@ class ChangeRoutes(PartScores):
     # ------------------------------------------------------------------ showing
 
     def _table(self, query: int | str, batch: int | None) -> tuple[str, list[str], np.ndarray, float]:
-        """What is shown, in words; the routes that give anything; their scores `[layer, route]`, and their sum."""
+        """Return a description, the non-zero routes, their scores `[layer, route]`, and their sum."""
         prompts = [batch or 0]
         if batch is None:
             prompts = list(range(len(self.tokens)))
@@ -641,7 +637,7 @@ class ChangeRoutes(PartScores):
         return which, [ROUTES[column] for column in used], scores[:, used].cpu().numpy(), total
 
     def _html(self, k: int, query: int | str = -1, batch: int | None = None, *, title: str = "") -> str:
-        """A row per layer and a column per route; every row sums to the change."""
+        """Draw a row per layer and a column per route; every row sums to the change."""
         which, routes, values, _ = self._table(query, batch)
         label = title or self.heading
         picture = matrix.matrix(self.layers, routes, values, label=label, corner="layer ↓ route →")
@@ -656,8 +652,7 @@ class ChangeRoutes(PartScores):
         return figure.heat_map(values, self.layers, routes, title, ax, names=("layer", "route"))
 
     def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
-        """Print a row per layer and a column per route; those by a norm's scale are a row below, in the same
-        columns."""
+        """Print a row per layer and a column per route; routes through a norm's scale go in a row below."""
         which, routes, values, total = self._table(query, batch)
         values[np.abs(values) < NOISE * np.abs(values).max(initial=0.0)] = 0.0
         columns = list(dict.fromkeys(route.removesuffix(SCALE) for route in routes))

@@ -1,8 +1,8 @@
-"""Whitening as a layer to train: w_i = L⁻¹(x_i − M w_{i−1}) before a block (Whitened Self-Attention, Eq. 9, Figure 2).
+"""Whitening as a trainable layer: w_i = L⁻¹(x_i − M w_{i−1}) before a block (Whitened Self-Attention, Eq. 9, Figure 2).
 
-`Whitening` is the layer; `attach` puts it in front of any module that takes the residual stream, by one forward
-pre-hook, so the module's own code stays untouched. `whiten` does so for whole TransformerLens models, by an adapter for
-each of their classes, and `unwhiten` takes it off.
+`Whitening` is the layer. `attach` puts it in front of any module that takes the residual stream, using one forward
+pre-hook, so the module's own code is unchanged. `whiten` does so for whole TransformerLens models, with an adapter for
+each model class, and `unwhiten` removes it.
 """
 
 import inspect
@@ -25,16 +25,16 @@ from tensorlens_tl.whitening.measures import WhiteningFilter
 
 @runtime_checkable
 class TransformersCache(Protocol):
-    """The key–value caches of transformers."""
+    """A key–value cache of transformers."""
 
     def get_seq_length(self, layer_idx: int) -> int:
-        """The tokens that a layer has."""
+        """Return the number of tokens that a layer's cache holds."""
         ...
 
 
 @runtime_checkable
 class HookedCache(Protocol):
-    """The key–value cache of one block of a HookedTransformer."""
+    """The key–value cache of one HookedTransformer block."""
 
     past_keys: Tensor
 
@@ -42,21 +42,21 @@ class HookedCache(Protocol):
 class Whitening(nn.Module):
     """``w_i = L⁻¹(x_i − M w_{i−1})``: two dense linear maps without bias, shared by all heads.
 
-    It starts as the identity (L⁻¹ = 1, M = 0). The maps are `torch.nn.Linear` modules, as a TransformerBridge leaves
-    parameters that do not end in ``.weight`` out of its state dict.
+    It starts as the identity (L⁻¹ = 1, M = 0). The maps are `torch.nn.Linear` modules because a TransformerBridge omits
+    parameters whose names do not end in ``.weight`` from its state dict.
 
     Args:
         width: d_model.
-        layer: the block's number, by which a key–value cache tells how many tokens it holds.
+        layer: the block's number, used to look up how many tokens a key–value cache holds.
 
     Attributes:
         L_inv, M: the maps, acting on column vectors as in the paper.
-        hook_in, hook_out: TransformerLens hook points: the stream x before whitening, and w.
-        reads: what is whitened: ``"stream"``, or an attention layer's ``"attention"`` or ``"keys and values"``.
-        values: whether the model's W_V were ``"kept"`` when it was put on, or ``"dropped"``.
+        hook_in, hook_out: TransformerLens hook points for the stream x before whitening, and for w.
+        reads: what is whitened: ``"stream"``, or an attention layer's ``"attention"`` or ``"keys and values"`` input.
+        values: whether the model's W_V were ``"kept"`` or ``"dropped"`` when the layer was added.
     """
 
-    # TransformerBridge reads these of its components
+    # attributes that TransformerBridge reads from its components
     name = "whitening"
     is_list_item = False
 
@@ -75,7 +75,7 @@ class Whitening(nn.Module):
         nn.init.zeros_(self.M.weight)
 
     def extra_repr(self) -> str:
-        """What `print(model)` says of it."""
+        """Return what `print(model)` shows for it."""
         return "w_i = L⁻¹(x_i − M w_{i−1})"
 
     @property
@@ -90,16 +90,16 @@ class Whitening(nn.Module):
 
     @property
     def radius(self) -> float:
-        """The spectral radius of L⁻¹M, the factor by which a vector shrinks per position in the long run.
+        """The spectral radius of L⁻¹M, the factor by which a vector's influence decays per position in the long run.
 
-        Above 1 every position outgrows the one before it.
+        Above 1, every position outgrows the one before it.
         """
         return spectral_radius(self.step.detach())
 
     def forward(
         self, x: Float[Tensor, "batch pos d"], mask: Bool[Tensor, "batch pos"] | None = None
     ) -> Float[Tensor, "batch pos d"]:
-        """The whitened stream; positions where `mask` is False (padding) are left out of the recursion."""
+        """Whiten the stream; positions where `mask` is False (padding) are skipped by the recursion."""
         x = self.hook_in(x)
         if x.ndim != 3:
             raise UnsupportedModelError(
@@ -108,7 +108,7 @@ class Whitening(nn.Module):
             )
         if mask is not None:
             mask = mask.to(x.device)
-        with torch.autocast(x.device.type, enabled=False):  # which would round the residual stream
+        with torch.autocast(x.device.type, enabled=False):  # autocast would round the residual stream
             return self.hook_out(scan_where(x @ self.entry.to(x), self.step.to(x), mask))
 
 
@@ -116,8 +116,8 @@ class Whitening(nn.Module):
 def attach(module: nn.Module, whitening: nn.Module) -> None:
     """Put a whitening layer in front of a module, as ``module.whitening``, by one forward pre-hook.
 
-    For your own modules, such as the blocks of a Hugging Face model in training. A TransformerLens model also has
-    to list its new part, as `tensorlens_tl.whiten` does.
+    For modules of your own, such as the blocks of a Hugging Face model in training. A TransformerLens model must also
+    list its new part, which `tensorlens_tl.whiten` takes care of.
 
     >>> from tensorlens_tl.whitening import Whitening, attach
     >>> block = torch.nn.Identity()
@@ -128,15 +128,15 @@ def attach(module: nn.Module, whitening: nn.Module) -> None:
 
     Args:
         module: a transformer block whose first input, or ``hidden_states``, is the stream; or its attention.
-        whitening: a `Whitening`, or another module of ``(x, mask)`` with a ``layer``.
+        whitening: a `Whitening`, or another module of ``(x, mask)`` with an attribute ``layer``.
 
     Raises:
-        InvalidInputError: the module has one already.
+        InvalidInputError: the module is whitened already.
     """
     if getattr(module, "whitening", None) is not None:
         raise InvalidInputError("attach: this module is whitened already; whitening twice is one filter too many.")
     module.whitening = whitening
-    if _whitened not in module._forward_pre_hooks.values():  # it stays when somebody takes the layer away
+    if _whitened not in module._forward_pre_hooks.values():  # remains if only the layer was deleted
         module.register_forward_pre_hook(_whitened, with_kwargs=True)
 
 
@@ -152,7 +152,7 @@ def detach(module: nn.Module) -> None:
     0
 
     Raises:
-        InvalidInputError: the module has none.
+        InvalidInputError: the module is not whitened.
     """
     if getattr(module, "whitening", None) is None:
         raise InvalidInputError("detach: this module is not whitened.")
@@ -163,9 +163,9 @@ def detach(module: nn.Module) -> None:
 
 
 def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """The pre-hook; it finds its layer on the module itself, so that copies of a model use their own."""
+    """Whiten a module's input, as its pre-hook; reads the layer from the module, so that copies use their own."""
     whitening: Any = module.whitening
-    # a TransformerBridge that stops before this block gives the stream before whitening
+    # a TransformerBridge that stops before this block returns the stream before whitening
     if whitening is None or getattr(module, "_stop_at_layer_idx", None) == whitening.layer:
         return None
     _refuse_cache(whitening.layer, (*args, *kwargs.values()))
@@ -178,11 +178,11 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             "use_split_qkv_input and use_attn_in off."
         )
     if getattr(module, "_start_at_layer_idx", None) == whitening.layer and module._start_residual is not None:
-        module._start_residual = whitening(module._start_residual, mask)  # a Bridge puts it in place of the input
+        module._start_residual = whitening(module._start_residual, mask)  # which a Bridge uses instead of the input
         return None
     names = {"attention": ("value_input", "key_input", "query_input"), "keys and values": ("value_input", "key_input")}
     input_names = [name for name in names.get(reads, ()) if name in kwargs]
-    if input_names:  # HookedTransformer's attention gets its input three times over
+    if input_names:  # HookedTransformer's attention receives its input three times
         whitened = whitening(kwargs[input_names[0]], mask)
         return args, kwargs | dict.fromkeys(input_names, whitened)
     if args:
@@ -191,11 +191,11 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch pos"] | None:
-    """Return which positions are no padding, from the attention mask that a block is given; None for all.
+    """Return which positions are not padding, from the attention mask passed to a block; None for all.
 
-    A mask of scores `[batch, 1, query, key]` lets every token see itself, and no padding.
+    In a mask of scores `[batch, 1, query, key]`, every token can see itself but no padding.
     """
-    unnamed = [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # as GPT-2's
+    unnamed = [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # positional, as in GPT-2
     mask = kwargs.get("attention_mask")
     if mask is None:
         mask = next(iter(unnamed), None)
@@ -222,7 +222,7 @@ def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tenso
 
 
 def _allowed(mask: Tensor) -> Bool[Tensor, "..."]:
-    """Where a mask lets tokens attend: a mask of scores is zero there, a mask of positions is not."""
+    """Return where a mask allows attention: zeros in a mask of scores, non-zeros in a mask of positions."""
     if mask.dtype == torch.bool:
         return mask
     if mask.ndim == 4:
@@ -231,7 +231,7 @@ def _allowed(mask: Tensor) -> Bool[Tensor, "..."]:
 
 
 def _refuse_cache(layer: int, inputs: tuple[object, ...]) -> None:
-    """Raise where the module continues from a key–value cache: the last w of the tokens in it is not known."""
+    """Raise if the module continues from a key–value cache, since the last w of the cached tokens is unknown."""
     cached = max((_cached_tokens(layer, value) for value in inputs), default=0)
     if cached:
         raise UnsupportedModelError(
@@ -242,7 +242,7 @@ def _refuse_cache(layer: int, inputs: tuple[object, ...]) -> None:
 
 
 def _cached_tokens(layer: int, value: object) -> int:
-    """The tokens in a block's key–value cache; 0 of a value that is no cache."""
+    """Return the number of tokens in a block's key–value cache; 0 if the value is not a cache."""
     if isinstance(value, TransformersCache):
         return int(value.get_seq_length(layer))
     if isinstance(value, HookedCache):
@@ -253,10 +253,10 @@ def _cached_tokens(layer: int, value: object) -> int:
 
 
 class Uncentred:
-    """Stands in front of a whitened model's method for processing weights, which may not centre weights that write.
+    """A wrapper for a whitened model's weight processing, which must not centre weights that write to the stream.
 
-    Centring is harmless only where every reader of the stream subtracts its mean, and whitening does not.
-    TransformerLens calls nothing of ours before it centres.
+    Centring is only harmless if every reader of the stream subtracts its mean, which whitening does not.
+    TransformerLens offers no hook to intervene before it centres.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -264,7 +264,7 @@ class Uncentred:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own method; raise `UnsupportedModelError` where it would centre the weights."""
+        """Call the model's own method, or raise `UnsupportedModelError` if it would centre the weights."""
         method = getattr(type(self.model), self.name)
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
@@ -278,7 +278,7 @@ class Uncentred:
 
 
 class WhiteningAdapter(ABC):
-    """What `whiten` does to the models of one class; `processing` are methods that may centre weights."""
+    """The steps of `whiten` for one class of models; `processing` lists methods that may centre weights."""
 
     processing: ClassVar[tuple[str, ...]]
 
@@ -288,33 +288,32 @@ class WhiteningAdapter(ABC):
 
     @abstractmethod
     def check_separate_queries(self) -> None:
-        """Raise `UnsupportedModelError` where queries have the same input as keys and values."""
+        """Raise `UnsupportedModelError` if queries share their input with keys and values."""
 
     @abstractmethod
     def set_values_to_identity(self) -> None:
-        """Set W_V to the identity, so that each head reads separate channels, without bias and gradient; raise if
-        impossible."""
+        """Set W_V to a frozen identity without bias, so that each head reads its own channels; raise if impossible."""
 
     @abstractmethod
     def list_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """List the hook points of whitening layers that were put on the blocks, one for each."""
+        """List the hook points of whitening layers that were added to the blocks, one for each."""
 
     @abstractmethod
     def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """Take those of layers that were taken off out of the list again."""
+        """Remove the hook points of whitening layers that were taken off."""
 
     def allow_centring(self) -> None:
-        """Allow again what `refuse_centring` refuses."""
+        """Undo `refuse_centring`."""
         for name in self.processing:
             self.model.__dict__.pop(name, None)
 
     def refuse_centring(self) -> None:
-        """Refuse to centre weights from now on."""
+        """Make weight processing raise an error if it would centre weights."""
         for name in self.processing:
             setattr(self.model, name, Uncentred(self.model, name))
 
     def values_refused(self, layer: int) -> UnsupportedModelError:
-        """What is raised where values cannot be the identity."""
+        """Return the error for values that cannot be the identity."""
         shape = tuple(self.model.blocks[layer].attn.W_V.shape)
         return UnsupportedModelError(
             f"whiten: values='dropped' needs a HookedTransformer whose heads share d_model evenly; blocks.{layer} of "
@@ -323,19 +322,19 @@ class WhiteningAdapter(ABC):
 
 
 class HookedAdapter(WhiteningAdapter):
-    """For HookedTransformer, whose attention has separate inputs for queries, keys and values."""
+    """The adapter for HookedTransformer, whose attention has separate inputs for queries, keys and values."""
 
     processing = ("process_weights_", "load_and_process_state_dict")
 
     def check_separate_queries(self) -> None:
-        """Nothing to refuse."""
+        """Accept any model of this class."""
 
     def set_values_to_identity(self) -> None:
-        """As `WhiteningAdapter` says; heads must share d_model evenly, and have values each."""
+        """See `WhiteningAdapter`; heads must share d_model evenly, with values of their own."""
         attentions = [block.attn for block in self.model.blocks]
         for layer, attn in enumerate(attentions):
             heads, width, d_head = attn.W_V.shape
-            is_parameter = attn._parameters.get("W_V") is not None  # with grouped queries it is a view
+            is_parameter = attn._parameters.get("W_V") is not None  # with grouped queries, it is a view
             if not is_parameter or heads * d_head != width:
                 raise self.values_refused(layer)
         for attn in attentions:
@@ -347,32 +346,32 @@ class HookedAdapter(WhiteningAdapter):
             attn.b_V.requires_grad_(False)
 
     def list_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """The model finds its hook points by itself."""
+        """Do the same through the model, which finds its hook points itself."""
         self.model.setup()
 
     def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """As they are listed."""
+        """Do the same as when listing them."""
         self.model.setup()
 
 
 class BridgeAdapter(WhiteningAdapter):
-    """For TransformerBridge, which lists its components and hook points."""
+    """The adapter for TransformerBridge, which lists its components and hook points."""
 
     processing = ("enable_compatibility_mode", "process_weights")
 
     def check_separate_queries(self) -> None:
-        """A Bridge's attention has one input."""
+        """Raise, since a Bridge's attention has a single input."""
         raise UnsupportedModelError(
             f"whiten: reads='keys and values' needs queries with an input of their own, which {self.view.description} "
             "does not have; use reads='attention'."
         )
 
     def set_values_to_identity(self) -> None:
-        """A Bridge's W_V is a view of another weight."""
+        """Raise, since a Bridge's W_V is a view of another weight."""
         raise self.values_refused(0)
 
     def list_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """Name the layer as a component, by which the state dict is put together, and each of its hook points."""
+        """Register the layer as a component, which adds it to the state dict, and each of its hook points."""
         component = self.model.adapter.component_mapping["blocks"]
         prefix = "whitening"
         if layers[0].reads != "stream":
@@ -382,11 +381,11 @@ class BridgeAdapter(WhiteningAdapter):
         for layer, whitening in enumerate(layers):
             for end in ("hook_in", "hook_out"):
                 name = f"blocks.{layer}.{prefix}.{end}"
-                setattr(self.model, name, getattr(whitening, end))  # a Bridge lists each hook point assigned to it
-                delattr(self.model, name)  # which belongs to the layer all the same
+                setattr(self.model, name, getattr(whitening, end))  # a Bridge registers hook points on assignment
+                delattr(self.model, name)  # the hook point still belongs to the layer
 
     def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
-        """Take the layer out of the components, and its hook points out of the registry."""
+        """Remove the layer from the components, and its hook points from the registry."""
         blocks = self.model.adapter.component_mapping["blocks"]
         for component in (blocks, blocks.submodules.get("attn")):
             if component is not None:
@@ -398,7 +397,7 @@ class BridgeAdapter(WhiteningAdapter):
 
 
 def adapter_of(view: ModelView) -> WhiteningAdapter:
-    """The adapter of a model's class."""
+    """Return the adapter for a model's class."""
     if view.is_bridge:
         return BridgeAdapter(view)
     if view.is_hooked_encoder or not hasattr(view.model, "setup"):
@@ -418,7 +417,7 @@ if TYPE_CHECKING:
         | Mapping[str, WhiteningFilter]
         | Sequence[WhiteningFilter | Sequence[Tensor] | tuple[Tensor, Tensor]]
     )
-    """What the layers start as."""
+    """The initial state of the layers."""
 
     Reads = Literal["stream", "attention", "keys and values"]
     Values = Literal["kept", "dropped"]
@@ -434,35 +433,35 @@ VALUES = ("kept", "dropped")
 def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", values: Values = "kept") -> Model:
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
-    The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
-    stream) and ``hook_out`` (what ``hook_resid_pre`` sees now). Training, hooks, caches and freezing work as before.
-    ``stop_at_layer=i`` returns the stream before block i is whitened (a Bridge's ``run_with_cache``, after).
-    TransformerLens' own sums over the stream, such as ``cache.decompose_resid``, ignore whitening. Options, where the
-    paper leaves a choice:
+    The model gets ``model.blocks[i].whitening`` with hook points ``blocks.{i}.whitening.hook_in`` (the residual stream)
+    and ``hook_out`` (what ``hook_resid_pre`` now shows). Training, hooks, caches and freezing work as before.
+    ``stop_at_layer=i`` returns the stream before block i is whitened (a Bridge's ``run_with_cache``: after).
+    TransformerLens' own sums over the stream, such as ``cache.decompose_resid``, ignore whitening. The options cover
+    choices that the paper leaves open.
 
     Args:
-        model: a HookedTransformer or TransformerBridge; changed in place, and returned.
-        init: ``"identity"`` changes nothing until it is trained; ``"random"`` draws both maps as `torch.nn.Linear`
-            does; or a filter for each block (from `stream_filters`, or a list; their means are not used), or pairs
-            ``(L_inv, M)``. Filters are a start for training: each was estimated where nothing else was whitened, and
-            makes a trained model's predictions worse.
-        reads: what is whitened. ``"stream"``, the default, is the paper's Figure 2: before the block and its norm, for
-            attention and residual connection alike; the frozen model stays one affine map and every part of it can be
-            read. ``"attention"`` whitens what attention reads, after the norm. ``"keys and values"`` leaves queries
-            alone too, as Eq. 4 is printed (HookedTransformer only: others give queries, keys and values one input).
+        model: a HookedTransformer or TransformerBridge; it is changed in place and returned.
+        init: ``"identity"`` changes nothing until it is trained; ``"random"`` initialises both maps as
+            `torch.nn.Linear` does. Or a filter for each block (from `stream_filters`, or a list; their means are
+            ignored), or pairs ``(L_inv, M)``. Filters are only a starting point for training: each was estimated with
+            nothing else whitened, and makes a trained model's predictions worse.
+        reads: what is whitened. ``"stream"`` (default) is the paper's Figure 2: before the block and its norm, for
+            attention and residual connection alike; the frozen model stays one affine map, and all of its parts can be
+            read. ``"attention"`` whitens attention's input, after the norm. ``"keys and values"`` leaves out the
+            queries, as Eq. 4 is printed (HookedTransformer only: elsewhere queries, keys and values share one input).
             Models with the latter two run and train, but cannot be frozen.
-        values: ``"kept"``, the default, keeps W_V, as every head needs its own; ``"dropped"`` sets it to the identity,
-            each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains. Folding a
-            norm into it afterwards undoes that.
+        values: ``"kept"`` (default) keeps W_V, since every head needs its own. ``"dropped"`` sets it to the identity,
+            so that each head reads its own channels, and stops its training: Eq. 4 has no V, which L⁻¹ absorbs. Folding
+            a norm into it afterwards undoes that.
 
     Raises:
-        InvalidInputError: whitened already; an unknown option; a filter of another width, or for another number of
-            blocks.
-        UnsupportedModelError: a model of another class, or one that takes images or sound; ``reads`` that its attention
-            cannot separate; heads that do not share d_model evenly, for ``values="dropped"``.
+        InvalidInputError: the model is whitened already, an option is unknown, or filters have the wrong width or
+            number.
+        UnsupportedModelError: a model of another class, or one that reads images or sound; ``reads`` that its attention
+            cannot separate; or, for ``values="dropped"``, heads that do not share d_model evenly.
 
     >>> whitened = tlens.whiten(tlens.load_demo_model(kind="bridge"))
-    >>> torch.allclose(whitened(text), model(text), atol=1e-5)  # it begins as the identity
+    >>> torch.allclose(whitened(text), model(text), atol=1e-5)  # starts as the identity
     True
     """
     view = ModelView(model)
@@ -497,10 +496,10 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
 
 @checked_names
 def unwhiten(model: Model) -> Model:
-    """Remove what `whiten` put on a model, in place, and return it; all other weights stay as they are.
+    """Remove what `whiten` put on a model, in place, and return the model; all other weights stay as they are.
 
     Raises:
-        InvalidInputError: it is not whitened, or was with ``values="dropped"``, whose W_V are gone.
+        InvalidInputError: the model is not whitened, or was with ``values="dropped"``, so that its W_V are lost.
         UnsupportedModelError: a model of another class.
 
     >>> bridge = tlens.load_demo_model(kind="bridge")
@@ -529,7 +528,7 @@ def unwhiten(model: Model) -> Model:
 
 
 def _parents(view: ModelView, reads: Reads) -> list[nn.Module]:
-    """The modules whose input is whitened: blocks, or their attention."""
+    """Return the modules whose input is whitened: blocks, or their attention."""
     if reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
         raise UnsupportedModelError(
             f"whiten: reads={reads!r} needs one input for queries, keys and values; a shortformer adds "
@@ -539,7 +538,7 @@ def _parents(view: ModelView, reads: Reads) -> list[nn.Module]:
     attentions = [block.attn for block in blocks]
     if any(getattr(module, "whitening", None) is not None for module in (*blocks, *attentions)):
         raise InvalidInputError(
-            "whiten: this model is whitened already; take that off by unwhiten(model), or load it again."
+            "whiten: this model is whitened already; undo that with unwhiten(model), or load it again."
         )
     if reads == "stream":
         return blocks
@@ -547,7 +546,7 @@ def _parents(view: ModelView, reads: Reads) -> list[nn.Module]:
 
 
 def _filters(init: Init, width: int, blocks: int) -> Filters:
-    """L⁻¹ and M of every block; none for the identity."""
+    """Return L⁻¹ and M of every block; empty for the identity."""
     match init:
         case str("identity"):
             return []
@@ -556,7 +555,7 @@ def _filters(init: Init, width: int, blocks: int) -> Filters:
             return list(zip(matrices[::2], matrices[1::2], strict=True))
         case str():
             raise _bad_init(repr(init), blocks)
-        case Mapping():  # by hook point, as `stream_filters` gives them; the last one belongs to no block
+        case Mapping():  # by hook point, from `stream_filters`; the last one belongs to no block
             names = [f"blocks.{layer}.hook_resid_pre" for layer in range(blocks)]
             if not set(names) <= set(init):
                 raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
@@ -570,12 +569,11 @@ def _filters(init: Init, width: int, blocks: int) -> Filters:
 
 
 def _filter(start: object, width: int, layer: int) -> tuple[Tensor, Tensor]:
-    """L⁻¹ and M of one block."""
     if isinstance(start, WhiteningFilter):
         start = (start.L_inv, start.M)
     if not isinstance(start, Sequence) or not all(isinstance(matrix, Tensor) for matrix in start):
         raise InvalidInputError(
-            f"whiten: the filter of block {layer} is a {type(start).__name__}; pass what `estimate` gives, or a "
+            f"whiten: the filter of block {layer} is a {type(start).__name__}; pass a filter from `estimate`, or a "
             "pair of tensors (L_inv, M)."
         )
     shapes = [tuple(matrix.shape) for matrix in start]

@@ -1,28 +1,30 @@
-"""How white and how stationary is a sequence of vectors? (Whitened Self-Attention, Eqs. 10–14)
+"""Measuring how white and how stationary sequences of vectors are (Whitened Self-Attention, Eqs. 10–14).
 
 The paper measures both over a batch of sequences `[batch, pos, d]`, with the sample covariances of all pos·d numbers.
 
-| measure | of what |
+| measure | definition |
 | --- | --- |
 | `whiteness` Ψ (Eq. 12) | mean absolute covariance off the diagonal ÷ mean variance |
-| the same of correlations | every number scaled to variance 1, as unequal variances make Ψ smaller |
+| the same for correlations | every number scaled to variance 1, as unequal variances make Ψ smaller |
 | `stationarity` ρ (Eq. 14) | Σ_t ‖Λ_{t,t+1} − mean‖: how neighbours' covariance changes along the sequence |
 
-None of them is zero for a finite sample of a perfectly white or stationary process, so each comes with what noise alone
-gives: √(2/(π(B−1))) for Ψ of B sequences. For ρ the two halves of the batch are independent: the inner product of their
-deviations has the expectation of the squared deviation, without the noise's own square; what is left of the noise
-cancels over positions, where its roots are taken with their sign.
+None of them is zero for a finite sample of a perfectly white or stationary process, so each comes with its value under
+noise alone: for Ψ and B sequences, √(2/(π(B−1))). For ρ, the two halves of the batch are independent, so the inner
+product of their deviations estimates the squared deviation without the noise's own square. The remaining noise cancels
+over positions, because roots of negative estimates are taken with their sign.
 
-Numbers that are the same in all sequences (a first token that all prompts share) tell nothing, and are left out of Ψ.
+Numbers that are the same in all sequences (such as a first token that all prompts share) carry no information and are
+excluded from Ψ.
 
-`estimate` makes the first-order filter of a process from its covariances (Eqs. 5–9).
-A stationary process whose covariance reaches one position far has the block-tridiagonal covariance (6), with Λ_0 on the
-diagonal and C = E[x_i x_{i−1}ᵀ] beside it. The blocks of its Cholesky factor settle:
+`estimate` derives the first-order filter of a process from its covariances (Eqs. 5–9). A stationary process with
+covariance between neighbours only has the block-tridiagonal covariance (6), with Λ_0 on the diagonal and
+C = E[x_i x_{i−1}ᵀ] next to it. The blocks of its Cholesky factor converge:
 
     L Lᵀ = Λ_0 − C (L Lᵀ)⁻¹ Cᵀ,    M = C L⁻ᵀ
 
-and ``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9) is white, but for the first positions, where the factor has not settled yet.
-Real sequences are correlated farther than that: then no such factor need exist, and the filter is the nearest model's.
+and ``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9) is white, except for the first positions, before the factor has converged.
+Real sequences have longer-range correlations: such a factor may then not exist, and the filter is that of the nearest
+model.
 """
 
 import difflib
@@ -53,16 +55,16 @@ if TYPE_CHECKING:
     Sequences = Float[Tensor, "batch pos d"]
     """Sequences of equal length."""
 else:
-    Sequences = Any  # what is wrong with them is said by the functions that measure
+    Sequences = Any  # checked by the functions that measure
 
 LEAST = 4
-"""Sequences: two halves need two each."""
+"""The least number of sequences: each of two halves needs two."""
 SAME = 1e-6
-"""Numbers that vary by less than this share of their size are the same: what they vary by is rounding."""
+"""Numbers that vary by less than this relative to their size count as equal, up to rounding."""
 
 
 class Whiteness(NamedTuple):
-    """Ψ of covariances (the paper's) and of correlations, and what independent samples would give."""
+    """Ψ of covariances (the paper's) and of correlations, and the floor that independent samples would give."""
 
     covariance: float
     correlation: float
@@ -70,9 +72,9 @@ class Whiteness(NamedTuple):
 
 
 class Stationarity(NamedTuple):
-    """ρ, its share of Σ_t ‖Λ_{t,t+1}‖, and both without the noise of a finite batch, estimated from two halves.
+    """ρ, its ratio to Σ_t ‖Λ_{t,t+1}‖, and both without the noise of a finite batch, estimated from two halves.
 
-    The last is NaN where the covariances themselves are no more than noise.
+    The last is NaN if the covariances themselves are no more than noise.
     """
 
     rho: float
@@ -83,7 +85,7 @@ class Stationarity(NamedTuple):
 
 @checked_names
 def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
-    """Ψ (Eq. 12): 0 for independent numbers of equal variance.
+    """Measure whiteness Ψ (Eq. 12): 0 for independent numbers of equal variance.
 
     >>> from tensorlens_tl.whitening import whiteness
     >>> same = torch.randn(100, 1, 4).expand(100, 8, 4)  # every position repeats the first
@@ -91,14 +93,14 @@ def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
     >>> psi.covariance > 2 * psi.floor  # far above what noise alone gives
     True
 
-    Returns Ψ of covariances and of correlations, and what noise alone gives.
+    Returns Ψ of covariances and of correlations, and the value that noise alone gives.
 
     Args:
         x: sequences of equal length, `[batch, pos, d]`.
-        memory: what covariances may take at once, as ``"512MB"`` or bytes.
+        memory: what covariances may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: fewer than four sequences, fewer than two numbers each, or all sequences the same.
+        InvalidInputError: fewer than four sequences, fewer than two numbers in each, or all sequences equal.
         NumericalError: values that are not finite.
     """
     centred = _centred(x, "whiteness").flatten(1)
@@ -112,7 +114,7 @@ def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
 
 @checked_names
 def stationarity(x: Sequences) -> Stationarity:
-    """ρ (Eq. 14): how far the covariances of neighbours are from their mean over positions, 0 for a stationary process.
+    """Measure ρ (Eq. 14): how far covariances of neighbours are from their mean over positions; 0 if stationary.
 
     >>> from tensorlens_tl.whitening import stationarity
     >>> steps = torch.randn(200, 12, 2).cumsum(1)  # a random walk: its variance grows along the sequence
@@ -124,7 +126,7 @@ def stationarity(x: Sequences) -> Stationarity:
         NumericalError: values that are not finite.
     """
     if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] < 3:
-        raise InvalidInputError(f"stationarity: {x.shape[1]} positions have one step at most; pass 3 or more.")
+        raise InvalidInputError(f"stationarity: {x.shape[1]} positions are too few; pass 3 or more.")
     whole = neighbours(_centred(x, "stationarity"))
     halves = [neighbours(_centred(half, "stationarity")) for half in (x[::2], x[1::2])]
     deviation = (whole - whole.mean(0)).flatten(1).norm(dim=1).sum()
@@ -137,24 +139,24 @@ def stationarity(x: Sequences) -> Stationarity:
 
 
 def neighbours(centred: Float[Tensor, "batch pos d"]) -> Float[Tensor, "step d d"]:
-    """Λ_{t,t+1} (Eq. 13), the covariance of every position with the next one."""
+    """Return Λ_{t,t+1} (Eq. 13), the covariance of every position with the next one."""
     return torch.einsum("bti,btj->tij", centred[:, :-1], centred[:, 1:]) / (len(centred) - 1)
 
 
 def _root(squares: Float[Tensor, "step"]) -> Float[Tensor, ""]:
-    """The sum of roots of estimated squares, of those below zero by noise with their sign; at least zero."""
+    """Return the sum of roots of estimated squares, at least zero; negative estimates count with their sign."""
     return (squares.abs().sqrt() * squares.sign()).sum().clamp_min(0)
 
 
 def shape_or_type(x: object) -> str:
-    """What was passed in place of sequences, for messages."""
+    """Describe what was passed in place of sequences."""
     if isinstance(x, Tensor):
         return str(tuple(x.shape))
     return type(x).__name__
 
 
 def _centred(x: Sequences, name: str) -> Float[Tensor, "batch pos d"]:
-    """The sequences less their mean, in float64."""
+    """Return the sequences minus their mean, in float64."""
     if not isinstance(x, Tensor) or x.ndim != 3 or len(x) < 2:
         raise InvalidInputError(
             f"{name}: pass a tensor [batch, pos, d] of {LEAST} sequences or more, got {shape_or_type(x)}."
@@ -166,7 +168,7 @@ def _centred(x: Sequences, name: str) -> Float[Tensor, "batch pos d"]:
 
 
 def _off_diagonal(centred: Float[Tensor, "batch n"], memory: Memory) -> float:
-    """Mean absolute covariance off the diagonal ÷ mean variance."""
+    """Return the mean absolute covariance off the diagonal ÷ the mean variance."""
     batch, count = centred.shape
     if batch < LEAST or count < 2:
         raise InvalidInputError(
@@ -184,10 +186,10 @@ STEPS = 10_000
 
 if TYPE_CHECKING:
     Reach = float | Literal["auto"]
-    """A factor of the covariance of neighbours, or the choice of one."""
+    """A factor on the covariance of neighbours, or ``"auto"`` to choose one."""
     Number = float
 else:
-    Reach = Number = Any  # `estimate` says what is wrong with them
+    Reach = Number = Any  # `estimate` checks them
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +197,9 @@ class WhiteningFilter:
     """``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9).
 
     Attributes:
-        L_inv, M: its matrices, acting on column vectors as in the paper.
+        L_inv, M: the filter's matrices, acting on column vectors as in the paper.
         mean: subtracted from every vector first.
-        reach: the share of the neighbours' covariance that it was estimated for.
+        reach: the factor on the neighbours' covariance for which it was estimated.
     """
 
     L_inv: Float[Tensor, "d d"]
@@ -210,7 +212,7 @@ class WhiteningFilter:
 
     @property
     def radius(self) -> float:
-        """The spectral radius of L⁻¹M: what is left of a vector one position later, in the long run."""
+        """The spectral radius of L⁻¹M: the share of a vector that remains one position later, in the long run."""
         return spectral_radius(self.L_inv @ self.M)
 
     def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
@@ -224,7 +226,7 @@ class WhiteningFilter:
 
 @checked_names
 def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> WhiteningFilter:
-    """Estimate the filter of a stationary process from sequences of it, in float64.
+    """Estimate the filter of a stationary process from sample sequences, in float64.
 
     >>> from tensorlens_tl.whitening import estimate
     >>> noise = torch.randn(2000, 9, 1, generator=torch.Generator().manual_seed(0))
@@ -233,14 +235,14 @@ def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> White
     0.5
 
     Args:
-        x: sequences of equal length, `[batch, pos, d]`; means and covariances are over all positions.
-        reach: a factor of the neighbours' covariance C, at most 1: less where no factor exists otherwise.
-            ``"auto"`` takes 1 if that has a factor, else 0.1 less than the largest of 0.95, 0.9, … that has one:
-            at the edge a filter is nearly singular, and makes things worse.
-        ridge: a share of the mean variance that is added to every variance.
+        x: sequences of equal length, `[batch, pos, d]`; means and covariances are taken over all positions.
+        reach: a factor on the neighbours' covariance C, at most 1; use less if no filter exists otherwise. ``"auto"``
+            takes 1 if possible, or else 0.1 less than the largest of 0.95, 0.9, … for which a filter exists: at the
+            limit it is nearly singular and makes things worse.
+        ridge: added to every variance, as a share of the mean variance.
 
     Raises:
-        InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
+        InvalidInputError: fewer than two positions, numbers out of range, or no filter exists (says what to try).
         NumericalError: values that are not finite.
     """
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
@@ -263,8 +265,8 @@ def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> White
     L = None if share is None else _steady_factor(here, share * before)
     if share is None or L is None:
         raise InvalidInputError(
-            "estimate: a process with these covariances reaches farther than one position, and has no first-order "
-            "filter. Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
+            "estimate: a process with these covariances is correlated beyond one position, and has no first-order "
+            "filter. Pass a smaller reach=, which shrinks the covariance of neighbours, or reach='auto'."
         )
     L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
     return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
@@ -276,7 +278,7 @@ def _check_share(name: str, value: object, most: float) -> None:
 
 
 def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
-    """A share of the neighbours' covariance for which a factor exists, with a margin."""
+    """Return a factor on the neighbours' covariance for which a filter exists, with a margin."""
     exists = [step for step in range(20, 0, -1) if _steady_factor(here, step / 20 * before) is not None]
     if not exists:
         return None
@@ -287,7 +289,7 @@ def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> flo
 
 
 def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> Float[Tensor, "d d"] | None:
-    """L at its steady state; None where the covariances have no such factor."""
+    """Return L at its steady state, or None if the covariances have none."""
     squared = here
     for _ in range(STEPS):
         factor, failed = torch.linalg.cholesky_ex(squared)
@@ -313,12 +315,12 @@ if TYPE_CHECKING:
     Filters = Mapping[str, WhiteningFilter] | None
     """A filter for each hook point, by name."""
 else:
-    HookNames = Filters = Any  # what is wrong with them is said by `measure`
+    HookNames = Filters = Any  # `measure` checks them
 
 AT_ONCE = 32
-"""Prompts of a run."""
+"""How many prompts run at once."""
 SETTLING = 4
-"""Positions that a filter needs to settle; the recursion's start leaves them unwhitened."""
+"""Positions before a filter has settled, which the start of the recursion leaves unwhitened."""
 
 
 @checked_names
@@ -341,23 +343,23 @@ def measure(
 
     Args:
         model: a TransformerLens model.
-        prompts: text or token ids, four prompts or more of the same number of tokens. Their number B sets the noise
+        prompts: text or token ids: four prompts or more with the same number of tokens. Their number B sets the noise
             floor of whiteness, √(2/(π(B−1))).
         hooks: hook points with one vector per position; None takes the residual stream before every block and after
             the last.
         filters: a filter for each hook point (`stream_filters`), applied before measuring.
-        skip: how many first positions are left out. None is 0, or with `filters` the first 4, where a filter has not
-            settled; compare tables of the same positions. Positions that are the same in all prompts, such as
-            ``<bos>``, are always left out.
-        memory: what covariances may take at once, as ``"512MB"`` or bytes.
+        skip: how many positions to omit at the beginning. None is 0, or with `filters` 4, because a filter has to
+            settle first; only compare tables of the same positions. Positions that are equal in all prompts, such as
+            ``<bos>``, are always excluded.
+        memory: what covariances may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        A row for each point: ``whiteness``, ``of correlations``, their ``floor``; ``rho``, ``relative``, and both
-        ``without noise`` (see `tensorlens_tl.whitening.measures`). Lower is whiter, and more stationary.
+        A row for each hook point: ``whiteness``, ``of correlations``, their ``floor``; ``rho``, ``relative``, and both
+        ``without noise`` (see `tensorlens_tl.whitening.measures`). Lower values are whiter, or more stationary.
 
     Raises:
-        InvalidInputError: prompts of different length, too few of them, no such hook point, one that has no vector
-            for each position, or a point without a filter.
+        InvalidInputError: prompts of different lengths or too few of them, or a hook point that is unknown, has no
+            filter, or does not have one vector per position.
     """
     import pandas as pd
 
@@ -368,7 +370,7 @@ def measure(
         skip = whole_number("skip", SETTLING if skip is None else skip, 0)
         if not isinstance(filters, Mapping):
             raise InvalidInputError(
-                f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
+                f"filters: pass filters from stream_filters, hook point → filter, not a {type(filters).__name__}."
             )
         sequences = activations(model, prompts, list(filters) if hooks is None else hooks)
         for name in sequences:
@@ -403,7 +405,7 @@ def measure(
 def stream_filters(
     model: ModelLike, prompts: InputLike, hooks: HookNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:
-    """Estimate the first-order filter of each hook point, by name, in the order of `hooks`.
+    """Estimate the first-order filter of each hook point; returned by name, in the order of `hooks`.
 
     >>> from tensorlens_tl import whitening
     >>> prompts = tlens.demo.held_out_prompts(model, 64, length=12)
@@ -413,11 +415,11 @@ def stream_filters(
 
     Args:
         model, prompts, hooks: as for `measure`.
-        reach, ridge: as for `estimate`. Neighbours in real streams share more than a first-order process allows, so by
-            default `reach` is as large as leaves a filter.
+        reach, ridge: as for `estimate`. Neighbours in real streams are more correlated than a first-order process
+            allows, so `reach` is by default as large as possible.
 
     Raises:
-        InvalidInputError: what `measure` and `estimate` raise.
+        InvalidInputError: whatever `measure` and `estimate` raise.
     """
     sequences = activations(model, prompts, hooks)
     return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
@@ -426,14 +428,14 @@ def stream_filters(
 def activations(
     model: ModelLike, prompts: InputLike, hooks: HookNames = None
 ) -> dict[str, Float[Tensor, "batch pos d_model"]]:
-    """What a model has at hook points, for prompts of equal length; see `measure`."""
+    """Return a model's activations at hook points, for prompts of equal length; see `measure`."""
     view = ModelView(model)
     view.refuse_encoder_decoder("whiteness")
     refuse_dropout(view.model)
     prompt = prepare(view, prompts)
     if not bool(prompt.mask.all()):
         lengths = sorted({int(n) for n in prompt.mask.sum(1)})
-        raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
+        raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must have the same length.")
     names = _hook_names(view, hooks)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with unheld_run(view.model), torch.no_grad():
@@ -450,7 +452,6 @@ def activations(
 
 
 def _hook_names(view: ModelView, hooks: HookNames) -> list[str]:
-    """The hook points by name."""
     if hooks is None:
         known = model_points(view)
         hooks = [*(block.resid_pre for block in known.blocks), known.last_output]
@@ -477,15 +478,15 @@ CURVES = {
 def picture(
     measures: "pd.DataFrame", filtered: "pd.DataFrame | None" = None, title: str = "Whiteness and stationarity"
 ) -> Picture:
-    """Draw curves over hook points, in the table's order, with the figures, for a notebook or a page.
+    """Draw curves over hook points, in the table's order, with the numbers, for a notebook or a page.
 
     Args:
-        measures: from `measure`, two hook points or more.
-        filtered: from `measure` with ``filters=``, for the same hook points.
-        title: of the page.
+        measures: a table from `measure`, with two hook points or more.
+        filtered: a table from `measure` with ``filters=``, for the same hook points.
+        title: the title of the page.
 
     Raises:
-        InvalidInputError: another table, one hook point, or other hook points than the first.
+        InvalidInputError: another kind of table, a single hook point, or tables for different hook points.
     """
     tables = {"": measures}
     if filtered is not None:

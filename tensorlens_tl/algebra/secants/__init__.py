@@ -1,4 +1,4 @@
-"""Exact secants: maps that take the difference of two inputs to the difference of two outputs, with nothing left over.
+"""Exact secants: maps that take the difference of two inputs exactly to the difference of the two outputs.
 
 For a function f and two inputs a and b, a secant S is a linear map with ``S(a − b) = f(a) − f(b)``. Every part of a
 transformer has one. Bars are means of a and b, Δ is a's value minus b's:
@@ -10,8 +10,8 @@ transformer has one. Bars are means of a and b, Δ is a's value minus b's:
 | norm, c the centred input | Δ(c/σ) = mean(1/σ)·Δc + c̄·Δ(1/σ), Δ(1/σ) = −mean(2c̄·Δc) / (2σ̄·σ_a·σ_b) |
 | softmax | ΔP_k = L_k·(Δs_k − Σ_j w_j·Δs_j), w = L/ΣL, with the logarithmic mean L_k = ΔP_k / Δln P_k |
 
-Where a = b each of them is the derivative. The midpoint rule of products is their Shapley value for two factors; the
-rule of activations is DeepLIFT's rescale rule (Shrikumar et al. 2017); the logarithmic mean comes from index
+For a = b each of them is the derivative. The midpoint rule for products is their Shapley value for two factors; the
+rule for activations is DeepLIFT's rescale rule (Shrikumar et al. 2017); the logarithmic mean comes from index
 decomposition (Vartia 1976; Ang 2004). The softmax rule is ours: it is unchanged when a constant is added to all scores
 of a row in either run, as the softmax is.
 """

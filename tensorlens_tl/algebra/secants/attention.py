@@ -1,4 +1,4 @@
-"""What heads give for a change of their queries and keys: the secant of the softmax, with scores bilinear in both."""
+"""How heads respond to a change in their queries and keys: the secant of the softmax, with scores bilinear in both."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,15 +17,14 @@ from tensorlens_tl.algebra.segments import shared_slice
 
 @dataclass(frozen=True, eq=False)
 class ScoreSecant:
-    """What heads give for a change of their attention scores: ``Δz_i = Σ_k weights_ik · Δ⟨q_i, k_k⟩ · (v̄_k − c_i)``.
+    """The heads' response to a change in attention scores: ``Δz_i = Σ_k weights_ik · Δ⟨q_i, k_k⟩ · (v̄_k − c_i)``.
 
     Attributes:
         weights: the logarithmic mean of the pattern, times the scale of the product and the slope of a soft cap,
             `[batch, query, head, key]`.
-        centres: c, what the softmax's normalisation takes away, `[batch, query, head, d_value]`.
-        queries, keys, values: means of the two runs, `[batch, head, pos, d]`; those of grouped-query attention are
-            repeated.
-        kv_heads: how many heads keys and values have.
+        centres: c, which the softmax's normalisation subtracts, `[batch, query, head, d_value]`.
+        queries, keys, values: means of the two runs, `[batch, head, pos, d]`; repeated for grouped-query attention.
+        kv_heads: the number of key-value heads.
     """
 
     weights: Float[Tensor, "batch query head key"]
@@ -46,14 +45,13 @@ class ScoreSecant:
         values: Float[Tensor, "batch head key d_value"],
         kv_heads: int,
     ) -> "ScoreSecant":
-        """From the logarithmic mean of the two patterns.
+        """Build the secant from the logarithmic mean of the two patterns.
 
         Args:
-            means: the logarithmic mean of either run's probability; zero where a key is masked.
-            rest: the logarithmic mean of what a row lacks to 1 (attention sinks); zero without.
-            scale: what a product of query and key is multiplied by before the softmax, broadcast to the pattern.
-            queries, keys, values: as the attributes.
-            kv_heads: how many heads keys and values have.
+            means: the logarithmic mean of the two runs' probabilities; zero where a key is masked.
+            rest: the logarithmic mean of what a row lacks to 1 (attention sinks); zero without sinks.
+            scale: the factor of query-key products before the softmax, broadcast to the pattern.
+            queries, keys, values, kv_heads: as the attributes.
         """
         total = means.sum(-1) + rest
         shares = means / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
@@ -61,19 +59,19 @@ class ScoreSecant:
         return cls(weights, (shares @ values).transpose(1, 2), queries, keys, values, kv_heads)
 
     def of_head(self, head: int) -> "ScoreSecant":
-        """The same for one head, which reads one head of keys."""
+        """Return the same for one head, which reads one key head."""
         only = slice(head, head + 1)
         by_query = (self.weights[:, :, only], self.centres[:, :, only])
         return ScoreSecant(*by_query, self.queries[:, only], self.keys[:, only], self.values[:, only], 1)
 
     @property
     def heads(self) -> int:
-        """How many heads there are."""
+        """The number of heads."""
         return self.weights.shape[2]
 
 
 def _by_head(x: Float[Tensor, "*rows pos width"], heads: int, like: Tensor) -> Float[Tensor, "*rows head pos d"]:
-    """Vectors of heads side by side as vectors by head, in the dtype that is computed in."""
+    """Split concatenated heads, in the dtype of the computation."""
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2).to(like.dtype)
 
 
@@ -84,13 +82,13 @@ def _side_by_side(x: Float[Tensor, "*rows head pos d"]) -> Float[Tensor, "*rows 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class QueryResponse(PositionwiseMap):
-    """What heads give for a change of their queries, by where they attend: ``[.., (head d_head)] -> [.., (head d)]``.
+    """The heads' response to a change in their queries, through the pattern: ``[.., (head d_head)] -> [.., (head d)]``.
 
-    A query changes its own attention alone, so that positions are apart.
+    A query only changes its own attention, so positions are separate.
 
     Attributes:
-        weights, centres: those of a `ScoreSecant`, heads side by side.
-        keys, values: likewise, of all positions.
+        weights, centres: those of a `ScoreSecant`, with heads concatenated.
+        keys, values: those of a `ScoreSecant`, at all positions.
     """
 
     weights: Float[Tensor, "*rows batch pos head_key"]
@@ -100,12 +98,12 @@ class QueryResponse(PositionwiseMap):
 
     @classmethod
     def of(cls, secant: ScoreSecant) -> "QueryResponse":
-        """From the scores' secant."""
+        """Build the map from the scores' secant."""
         return cls(secant.weights.flatten(-2), secant.centres.flatten(-2), secant.keys, secant.values)
 
     @property
     def heads(self) -> int:
-        """How many heads there are."""
+        """The number of heads."""
         return self.keys.shape[1]
 
     def __repr__(self) -> str:
@@ -164,7 +162,7 @@ class QueryResponse(PositionwiseMap):
 def _given_by_keys(
     secant: ScoreSecant, x: Float[Tensor, "*rows #batch key kv_width"]
 ) -> Float[Tensor, "*rows batch query width"]:
-    """What heads give for a change of their keys."""
+    """Return the heads' response to a change in their keys."""
     keys = _by_head(x, secant.kv_heads, secant.queries).repeat_interleave(secant.heads // secant.kv_heads, dim=-3)
     products = secant.weights.transpose(1, 2) * (secant.queries @ keys.mT)
     centres = products.sum(-1, keepdim=True) * secant.centres.transpose(1, 2)
@@ -174,7 +172,7 @@ def _given_by_keys(
 def _pulled_to_keys(
     secant: ScoreSecant, g: Float[Tensor, "*rows batch query width"]
 ) -> Float[Tensor, "*rows batch key kv_width"]:
-    """The adjoint of that."""
+    """Apply the adjoint of `_given_by_keys`."""
     heads = _by_head(g, secant.heads, secant.values)
     centres = (heads * secant.centres.transpose(1, 2)).sum(-1, keepdim=True)
     products = secant.weights.transpose(1, 2) * (heads @ secant.values.mT - centres)
@@ -184,14 +182,14 @@ def _pulled_to_keys(
 def _grouped(
     by_head: Float[Tensor, "*rows batch head key d_head"], kv_heads: int
 ) -> Float[Tensor, "*rows batch key kv_width"]:
-    """Sums over the heads that read the same keys."""
+    """Sum over the heads that share keys."""
     return _side_by_side(by_head.unflatten(-3, (kv_heads, -1)).sum(-3))
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyResponse(MixingMap):
-    """What heads give for a change of their keys, by where they attend: ``[.., (kv d_head)] -> [.., (head d)]``."""
+    """The heads' response to a change in their keys, through the pattern: ``[.., (kv d_head)] -> [.., (head d)]``."""
 
     secant: ScoreSecant
 
@@ -224,7 +222,7 @@ class KeyResponse(MixingMap):
         return KeyResponse(replace(held, **cut, **by_query))
 
     def norm_bound(self) -> float:
-        """The Frobenius norm, of heads that read the same keys together."""
+        """The Frobenius norm, taken jointly over heads that share keys."""
         held = self.secant
         weights = held.weights.transpose(1, 2).double()
         lengths = held.queries.double().square().sum(-1, keepdim=True)
@@ -257,9 +255,10 @@ class KeyResponse(MixingMap):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class CrossKeyResponse(AffineMap):
-    """What heads of cross-attention give at one segment's positions for a change of their keys, read at another's.
+    """The response of cross-attention heads in one segment to a change in their keys, read in another segment.
 
-    As `KeyResponse`, for weights that are not square: keys lie at `keys`, queries at `queries`, of `length` positions.
+    Like `KeyResponse`, with weights that are not square: keys lie at `keys`, queries at `queries`, of `length`
+    positions.
     """
 
     secant: ScoreSecant

@@ -1,4 +1,4 @@
-"""A value of two runs and what its difference follows from: the rules of secants, one after the other."""
+"""A value in two runs, and the chain of secants from which its difference follows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from tensorlens_tl.algebra.secants.parts import (
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A value in either run, and the stages that take the difference of what a part reads to the value's difference.
+    """A value in two runs, and the stages that map the difference of a part's inputs to the value's difference.
 
-    A part begins with ``Change(x_a, x_b)``, what it reads; each rule continues both the values and the stages.
+    A part begins with ``Change(x_a, x_b)``, its input; each rule updates both the values and the stages.
 
     Attributes:
         a, b: the value in either run.
-        stages: of the map that gives ``a − b``.
+        stages: the stages of the map whose output is ``a − b``.
 
     >>> from tensorlens_tl.algebra import Linear
     >>> from tensorlens_tl.algebra.secants import Change
@@ -52,16 +52,16 @@ class Change:
 
     @property
     def mean(self) -> Float[Tensor, "batch pos d"]:
-        """Between both runs."""
+        """The mean of the two runs."""
         return (self.a + self.b) / 2
 
     def linear(self, a: Linear, b: Linear, name: str, values: tuple[Tensor, Tensor] | None = None) -> "Change":
-        """Through a matrix of either run, one more stage; see `linear_secant`.
+        """Apply a matrix of either run, adding one stage; see `linear_secant`.
 
         Args:
             a, b: the layer in either run.
-            name: of the matrix.
-            values: what comes out in either run, where that is known; None computes it.
+            name: the name of the matrix.
+            values: the outputs in either run if they are known; None computes them.
         """
         secant = linear_secant(a, b, self.a, self.b, name)
         stage = secant[0] if len(secant) == 1 else Chain(secant)
@@ -69,7 +69,7 @@ class Change:
         return Change(out_a, out_b, (*self.stages, stage))
 
     def written(self, a: Linear, b: Linear, name: str) -> Chain:
-        """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
+        """Return the secant up to the outputs of a matrix, without computing these; see `linear`."""
         return Chain((*self.stages, Chain(linear_secant(a, b, self.a, self.b, name))))
 
     def elementwise(
@@ -78,15 +78,15 @@ class Change:
         derivative: Callable[[Tensor], Tensor],
         values: tuple[Tensor, Tensor] | None = None,
     ) -> "Change":
-        """Through a function of each number, its `values` in either run computed unless they are known; see `slope`."""
+        """Apply an elementwise function; its `values` in either run are computed unless given; see `slope`."""
         phi_a, phi_b = values or (phi(self.a), phi(self.b))
         slopes = Diagonal(slope(derivative, (self.a, self.b), (phi_a, phi_b)))
         return Change(phi_a, phi_b, (*self.stages, slopes))
 
     def times(self, other: "Change") -> "Change":
-        """The product with another value that follows from the same: Δ(uv) = Δu·v̄ + ū·Δv.
+        """Multiply by another value with the same input: Δ(uv) = Δu·v̄ + ū·Δv.
 
-        Each channel of a narrower one is for as many of the wider one's, side by side.
+        Each channel of the narrower value multiplies the same number of adjacent channels of the wider one.
         """
         factor = other.repeated(self.a.shape[-1] // other.a.shape[-1])
         by_self = Chain((*self.stages, Diagonal(factor.mean)))
@@ -94,7 +94,7 @@ class Change:
         return Change(self.a * factor.a, self.b * factor.b, (Sum((by_self, by_factor)),))
 
     def repeated(self, each: int, size: int = 1) -> "Change":
-        """Every group of so many neighbouring channels so many times, side by side."""
+        """Repeat every group of `size` adjacent channels `each` times."""
         if each == 1:
             return self
         width = self.a.shape[-1]
@@ -103,20 +103,20 @@ class Change:
         return self.linear(repeat, repeat, "")
 
     def multiplied(self, factor: Float[Tensor, "#batch #pos #d"] | None) -> "Change":
-        """Times numbers that are the same in both runs; None for 1."""
+        """Multiply by numbers that are the same in both runs; None for 1."""
         if factor is None:
             return self
         return Change(self.a * factor, self.b * factor, (*self.stages, Diagonal(factor.to(self.a))))
 
     def weighted(self, a: Float[Tensor, "#batch #pos #d"], b: Float[Tensor, "#batch #pos #d"], name: str) -> "Change":
-        """Times numbers of each run that are given: Δ(wx) = w̄·Δx, and x̄·Δw by name where they differ."""
+        """Multiply by given numbers of each run, Δ(wx) = w̄·Δx + x̄·Δw; the second term is a named offset."""
         if same(a, b):
             return self.multiplied(a)
         held = Diagonal(((a + b) / 2).to(self.a))
         return Change(self.a * a, self.b * b, (*self.stages, held, Offset(self.mean * (a - b), name)))
 
     def plus(self, a: Float[Tensor, "d"], b: Float[Tensor, "d"], name: str) -> "Change":
-        """With a vector of each run added, by name where the two differ."""
+        """Add a vector of each run; their difference, if any, is a named offset."""
         stages = self.stages
         if not same(a, b):
             stages = (*stages, Offset((a - b)[None, None], name))
@@ -131,14 +131,14 @@ class Change:
         groups: int = 1,
         first: int | None = None,
     ) -> "Change":
-        """Divided by its scale, as an RMSNorm of either run does, and times the norm's gain.
+        """Divide by the scale of either run's RMSNorm, and multiply by the norm's gain.
 
         Args:
             a, b: the scales, one for each group of channels.
-            gains: for every channel; None for 1.
-            name: of the norm, for what two gains that differ add.
-            groups: how many groups of channels have scales of their own.
-            first: how many channels, from the first, are divided; None for all.
+            gains: of every channel; None for 1.
+            name: the name of the norm, for the offset if its gains differ.
+            groups: the number of groups of channels with separate scales.
+            first: the number of leading channels to divide; None for all.
         """
         width = self.a.shape[-1]
         first = width if first is None else first
@@ -156,6 +156,6 @@ class Change:
         return Change(times(normed_a, gains[0]), times(normed_b, gains[1]), stages)
 
     def normed(self, a: Norm, b: Norm, name: str) -> "Change":
-        """Through a norm of either run, with the scale that it had; see `norm_secant`."""
+        """Apply a norm of either run with that run's scale; see `norm_secant`."""
         secant = norm_secant(a, b, self.a, self.b, name)
         return Change(a(self.a), b(self.b), (*self.stages, *secant.stages))

@@ -1,4 +1,4 @@
-"""Maps that secants need besides the primitives: what is added by name, rank one, rotations."""
+"""Maps that secants need in addition to the primitives: named offsets, maps of rank one, rotations."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from tensorlens_tl.algebra.primitives import largest_singular_value
 
 @dataclass(frozen=True, eq=False)
 class MatrixChange:
-    """What differs between the matrices of two models, and what they read: the factors of x̄·ΔW.
+    """The factors of x̄·ΔW, for a matrix that differs between two models.
 
     Attributes:
-        read: x̄, the mean of what the two read.
+        read: x̄, the mean of the two inputs.
         a, b: the two matrices.
     """
 
@@ -41,7 +41,7 @@ class MatrixChange:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Offset(PositionwiseMap):
-    """``x + vectors``: something that is added besides, by name.
+    """``x + vectors``: a named constant that is added to the input.
 
     >>> from tensorlens_tl.algebra.secants import Offset
     >>> Offset(torch.tensor([[[1.0, 2.0]]]), "L0.W_V")(torch.ones(1, 1, 2))
@@ -51,7 +51,7 @@ class Offset(PositionwiseMap):
     vectors: Float[Tensor, "*rows #batch #pos d"]
     name: str
     change: MatrixChange | None = None
-    """Of a matrix that changed, what the vectors are the product of."""
+    """The factors of the vectors, if they come from a change of a matrix."""
 
     def __repr__(self) -> str:
         return f"Offset({self.name})"
@@ -86,11 +86,11 @@ class Offset(PositionwiseMap):
 
 
 class WithConstants(MixingMap):
-    """A map that is not put together of others, and has constants by name inside."""
+    """A map that has named constants inside, but is not composed of other maps."""
 
     @abstractmethod
     def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
-        """Each constant, and what a vector at the end is pulled to there, the last of the map first."""
+        """Return each constant, the last of the map first, with the vector pulled to it from the map's output."""
 
 
 @final
@@ -126,7 +126,7 @@ class RankOne(PositionwiseMap):
 
     @property
     def is_channelwise(self) -> bool:
-        return self.groups > 1  # as far as heads are concerned, whose channels are a group
+        return self.groups > 1  # as far as heads are concerned: each head is a group
 
     def at(self, where: Where) -> "RankOne":
         return replace(self, read=at(self.read, where), write=at(self.write, where))
@@ -149,14 +149,14 @@ class RankOne(PositionwiseMap):
 
 
 def channels_of(held: Tensor, group: int, groups: int) -> Tensor:
-    """One of several equal groups of channels."""
+    """Return one of several equal groups of channels."""
     return held.unflatten(-1, (groups, -1))[..., group, :]
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Rotation(PositionwiseMap):
-    """Each head's vector times its position's matrix (rotary positions): ``[.., (head d)] -> [.., (head d)]``.
+    """A rotation of each head's vector by its position's matrix (RoPE): ``[.., (head d)] -> [.., (head d)]``.
 
     >>> from tensorlens_tl.algebra.secants import Rotation
     >>> quarter = torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]])
@@ -165,12 +165,12 @@ class Rotation(PositionwiseMap):
     """
 
     flat: Float[Tensor, "*rows batch pos entries"]
-    """The matrices, applied from the right, with their entries side by side."""
+    """The flattened matrices, which are applied from the right."""
     d_head: int
 
     @classmethod
     def of(cls, matrices: Float[Tensor, "pos d d"]) -> "Rotation":
-        """From one matrix for each position, ``x_i @ matrices[i]``."""
+        """Build the map from one matrix for each position, ``x_i @ matrices[i]``."""
         return cls(matrices.flatten(1)[None], matrices.shape[-1])
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The numbers that secants are made of: quotients of differences that stay exact where two values are close."""
+"""Difference quotients that stay accurate when two values are close."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def logarithmic_mean(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """(a − b) / (ln a − ln b) of positive numbers that are given by their logarithms, a where both are the same.
+    """Return (a − b) / (ln a − ln b) of positive numbers given by their logarithms; a if both are equal, 0 if one is 0.
 
     Nothing underflows before the result does, and close numbers lose no digits: it is computed as
-    ``max · (1 − exp(−δ))/δ`` with δ = abs(ln a − ln b). Zero where either number is.
+    ``max · (1 − exp(−δ))/δ`` with δ = abs(ln a − ln b).
 
     >>> from tensorlens_tl.algebra.secants import logarithmic_mean
     >>> a, b = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 3.0])
@@ -22,7 +22,7 @@ def logarithmic_mean(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"])
 
 
 def mean_share(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """The logarithmic mean as a share of the larger of both numbers; 1 where both are the same, or both zero.
+    """Return the logarithmic mean as a share of the larger number; 1 if both are equal, or both zero.
 
     >>> from tensorlens_tl.algebra.secants.numbers import mean_share
     >>> mean_share(torch.tensor([2.0]).log(), torch.tensor([1.0]).log())
@@ -35,13 +35,13 @@ def mean_share(log_a: Float[Tensor, "*any"], log_b: Float[Tensor, "*any"]) -> Fl
 def slope(
     derivative: Callable[[Tensor], Tensor], inputs: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """(φ(a) − φ(b)) / (a − b) elementwise, and φ' at the midpoint where a and b are too close to divide by.
+    """Return (φ(a) − φ(b)) / (a − b) elementwise, or φ' at the midpoint if a and b are too close to divide by a − b.
 
-    They are where their distance is below ε^⅓ of their size, and the derivative reproduces φ(a) − φ(b) to rounding: at
-    a kink, which lies between two close numbers, it does not, and the quotient is taken.
+    They are too close if their distance is below ε^⅓ of their size and the derivative reproduces φ(a) − φ(b) to
+    rounding; at a kink between two close numbers it does not, and the quotient is used.
 
     Args:
-        derivative: φ', elementwise; computed of close numbers only.
+        derivative: φ', elementwise; only evaluated at close numbers.
         inputs: a and b.
         values: φ(a) and φ(b).
 
@@ -54,7 +54,7 @@ def slope(
     distance = a - b
     change = values[0] - values[1]
     share = torch.finfo(a.dtype).eps ** (1 / 3)
-    around = a.abs().clamp_min_(1).mul_(2 * share)  # no close number is outside
+    around = a.abs().clamp_min_(1).mul_(2 * share)  # contains every close number
     close = (distance.abs() <= around).flatten().nonzero()[:, 0]
     near = [tensor.flatten().index_select(0, close) for tensor in (a, b, values[0], distance, change)]
     quotients = change.div_(distance).flatten()
@@ -71,7 +71,7 @@ def _slope_of_close(
     distance: Float[Tensor, "number"],
     change: Float[Tensor, "number"],
 ) -> Float[Tensor, "number"]:
-    """The derivative, and the quotient where that does not give the change."""
+    """Return the derivative, or the quotient where the derivative does not reproduce the change."""
     epsilon = torch.finfo(a.dtype).eps
     at_midpoint = derivative((a + b) / 2)
     size = torch.maximum(a.abs(), b.abs())

@@ -1,4 +1,4 @@
-"""Secants of the parts that two runs share: a linear layer, a norm."""
+"""Secants of a linear layer and of a norm, and the named offsets inside maps."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +19,12 @@ from tensorlens_tl.algebra.segments import Segment
 def linear_secant(
     a: Linear, b: Linear, x_a: Float[Tensor, "batch pos d_in"], x_b: Float[Tensor, "batch pos d_in"], name: str
 ) -> tuple[AffineMap, ...]:
-    """Δ(xW + b) = Δx·W̄ + x̄·ΔW + Δb, as stages; where the weights are the same, the matrix alone.
+    """Return the stages of Δ(xW + b) = Δx·W̄ + x̄·ΔW + Δb; the matrix alone if the weights are the same.
 
     Args:
         a, b: the two layers.
-        x_a, x_b: what they read.
-        name: of the matrix; its bias is named after it, as ``"L0.W_V"`` and ``"L0.b_V"``.
+        x_a, x_b: their inputs.
+        name: the name of the matrix; its bias is named after it, as ``"L0.W_V"`` and ``"L0.b_V"``.
     """
     if same(a.weight, b.weight) and same(a.offset, b.offset):
         return (Linear(a.weight),)
@@ -40,7 +40,7 @@ def linear_secant(
 
 
 def bias_name(matrix: str) -> str:
-    """The name of the bias beside a matrix: ``"L0.b_V"`` beside ``"L0.W_V"``."""
+    """Return the name of the bias that belongs to a matrix: ``"L0.b_V"`` for ``"L0.W_V"``."""
     *before, last = matrix.split(".")
     return ".".join([*before, last.replace("W_", "b_", 1)])
 
@@ -48,12 +48,12 @@ def bias_name(matrix: str) -> str:
 def norm_secant(
     a: Norm, b: Norm, x_a: Float[Tensor, "batch pos d"], x_b: Float[Tensor, "batch pos d"], name: str
 ) -> Chain:
-    """Δ of a norm, its scale responding: the norm at the harmonic mean of the scales, and a map of rank one.
+    """Return Δ of a norm with a responding scale: the norm at the harmonic mean of the scales, and a map of rank one.
 
     Args:
-        a, b: the norm of either run, with the scale that it had.
-        x_a, x_b: what it read.
-        name: of the norm, for what its gain and shift add where those of two models differ.
+        a, b: the norm of either run, with that run's scale.
+        x_a, x_b: their inputs.
+        name: the name of the norm, for the offsets if gain and shift of two models differ.
     """
     c_a = centred(x_a, a.centre)
     c_b = centred(x_b, b.centre)
@@ -71,12 +71,12 @@ def norm_secant(
 def gain_secant(
     a: Float[Tensor, "d"] | None, b: Float[Tensor, "d"] | None, mean: Float[Tensor, "batch pos d"], name: str
 ) -> tuple[AffineMap, ...]:
-    """Δ of what a norm's gain multiplies: the mean gain, and what two gains that differ add, as ``"{name}.w"``.
+    """Return Δ of a product with a norm's gain: the mean gain, and an offset ``"{name}.w"`` if the gains differ.
 
     Args:
         a, b: the gains; None for 1.
-        mean: of what they multiply.
-        name: of the norm.
+        mean: the mean of the values that they multiply.
+        name: the name of the norm.
     """
     if same(a, b):
         return () if a is None else (Diagonal(a[None, None]),)
@@ -93,12 +93,12 @@ def scale_response(
     scale_b: Float[Tensor, "batch pos group"],
     groups: int = 1,
 ) -> RankOne:
-    """What a norm's output changes by because its scale does: c̄·Δ(1/σ), linear in the difference of its input.
+    """Return the change of a norm's output due to its scale: c̄·Δ(1/σ), linear in the difference of its input.
 
     Args:
-        c_a, c_b: what is divided by the scale, centred where the norm centres.
+        c_a, c_b: the numerators of the norm, centred for LayerNorm.
         scale_a, scale_b: the scales, one for each group of channels.
-        groups: how many groups of channels have scales of their own.
+        groups: the number of groups of channels with separate scales.
     """
     size = c_a.shape[-1] // groups
     factor = -1 / ((scale_a + scale_b) * scale_a * scale_b)
@@ -108,7 +108,7 @@ def scale_response(
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two parameters are one, or equal."""
+    """Return whether two parameters are the same or equal."""
     if a is None or b is None:
         return a is b
     is_one = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
@@ -118,12 +118,12 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 def pull_noting(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
 ) -> Float[Tensor, "*rows batch pos d_in"]:
-    """``m.pull(g)``; on the way ``note(offset, vectors)`` is called with every `Offset` and what is pulled to it.
+    """Return ``m.pull(g)``, calling ``note(offset, vectors)`` with every `Offset` and the vectors pulled to it.
 
     Args:
-        m: the map, of chains, sums and segments.
-        g: the vector at its end.
-        note: takes the offsets, the last of the map first.
+        m: a map made of chains, sums and segments.
+        g: the vector at its output.
+        note: receives the offsets, the last of the map first.
     """
     match m:
         case Offset():
@@ -152,10 +152,10 @@ def pull_noting(
 def _pull_segment(
     m: Segment, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]
 ) -> Float[Tensor, "*rows batch pos d_in"]:
-    """``m.pull(g)``, with the offsets inside noted at the segment's positions among all; zero elsewhere."""
+    """Return ``m.pull(g)``, with the offsets inside placed at the segment's positions among all; zero elsewhere."""
 
     def among_all(vectors: Float[Tensor, "*rows batch inside d"]) -> Float[Tensor, "*rows batch pos d"]:
-        if vectors.shape[-2] == 1 < m.stop - m.start:  # one for all positions
+        if vectors.shape[-2] == 1 < m.stop - m.start:  # the same for all positions
             return vectors
         return widened(vectors, m.start, m.length)
 
@@ -172,7 +172,7 @@ def _pull_segment(
 
 
 def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]) -> None:
-    """The offsets in each expert, noted at the positions of its tokens; zero elsewhere."""
+    """Note the offsets in each expert at the positions of its tokens; zero elsewhere."""
     flat = g.flatten(-1 - len(m.shape), -2)
 
     def spread(packed: Float[Tensor, "*rows 1 token d"], branch: Branch) -> Float[Tensor, "*rows batch pos d"]:
@@ -195,11 +195,11 @@ def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callabl
 def offset_terms(
     m: AffineMap, g: Float[Tensor, "*rows batch pos d"]
 ) -> list[tuple[str, Float[Tensor, "*rows batch pos"]]]:
-    """What every `Offset` in a map gives to a vector at its end, by name and position: ⟨g pulled to it, its vectors⟩.
+    """Return ⟨g pulled to it, its vectors⟩ of every `Offset` in a map, by name and position.
 
     Args:
-        m: the map, of chains, sums, segments and experts.
-        g: the vector, `[*rows, batch, pos, d]`.
+        m: a map made of chains, sums, segments and experts.
+        g: the vector at the map's output, `[*rows, batch, pos, d]`.
     """
     terms: list[tuple[str, Tensor]] = []
     pull_noting(m, g, lambda offset, pulled: terms.append((offset.name, (pulled * offset.vectors).sum(-1))))
@@ -207,7 +207,7 @@ def offset_terms(
 
 
 def without_offsets(m: AffineMap) -> AffineMap:
-    """A map of chains without what its `Offset`s add."""
+    """Return a map of chains without its `Offset`s."""
     if not isinstance(m, Chain):
         return m
     return Chain(tuple(without_offsets(stage) for stage in m.stages if not isinstance(stage, Offset)))

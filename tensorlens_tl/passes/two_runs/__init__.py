@@ -1,13 +1,13 @@
-"""Two runs and the exact linear map between their differences, with nothing held.
+"""Two runs and the exact linear map between their differences, in which nothing is held fixed.
 
 | module | question |
 | --- | --- |
-| `values` | what did the parts of a block read in one run? |
+| `values` | what were the inputs of a block's parts in one run? |
 | `attention`, `scores`, `cross`, `mlps`, `experts`, `whitening` | which linear map takes Δ of inputs to Δ of outputs? |
-| `recorded` | the same of attention whose scores no weights explain: the live module says |
+| `recorded` | the same from the live module, for attention whose scores cannot be read from weights |
 | `maps` | the parts of every block as such secants |
-| `layouts` | how are blocks put together, where one run cannot tell? |
-| `runs` | the two runs, checked, and their map proved block by block |
+| `layouts` | how are blocks composed, if one run does not determine it? |
+| `runs` | the two runs, checked, and their map verified block by block |
 """
 
 from tensorlens_tl.passes.two_runs.maps import SecantMaps

@@ -1,9 +1,9 @@
-"""The secant of a layer's attention: what its heads write changes through values, queries and keys.
+"""The secant of a layer's attention, whose output changes through values, queries and keys.
 
     Δz_i = Σ_k P̄_ik·Δv_k + Σ_k ΔP_ik·v̄_k,    ΔP by the softmax's secant from Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)
 
-so that attention is the sum of three linear maps of what it reads: one by values, one by queries, one by keys. A gate
-of what heads give is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a norm before W_O responds as any norm's does.
+so attention is the sum of three linear maps of its input: through values, queries and keys. A gate on the heads'
+outputs is a fourth, Δ(g·z) = ḡ·Δz + z̄·Δg; the scale of a norm before W_O responds like that of any norm.
 """
 
 from collections.abc import Callable, Collection
@@ -47,19 +47,17 @@ from tensorlens_tl.passes.two_runs.values import BlockValues, known
 def attention_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: BlockValues, of_b: BlockValues, heads: Collection[int] | None = None
 ) -> tuple[Chain, float]:
-    """The secant of one layer's attention, from what it reads to what it writes, and how exactly its scores are read.
+    """Return the secant of one layer's attention, from its input to its output, and the error of its scores.
 
     Args:
-        a, b: the two runs.
-        layer: which block.
-        of_a, of_b: what its parts read.
+        of_a, of_b: the inputs of its parts.
         heads: keep only these.
 
     Returns:
-        The map, and the largest error of a probability of the two patterns, as their scores give them.
+        The map, and the largest error of a probability in the two patterns recomputed from the scores.
 
     Raises:
-        UnsupportedModelError: attention scores that are not read.
+        UnsupportedModelError: the attention scores cannot be read.
     """
     weights = [maps.view.blocks[layer].attention for maps in (a, b)]
     name = partial("L{}.{}".format, layer)
@@ -82,17 +80,15 @@ def attention_secant(
 
 
 def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain, Chain]:
-    """What a layer's scores or patterns change by with its queries, and with its keys and sinks.
+    """Return the change of a layer's scores or patterns through its queries, and through its keys and sinks.
 
-    They are what heads give whose values are one-hot: ``[.., d_model] -> [.., (head key)]`` at every query.
+    These are the outputs of heads with one-hot values: ``[.., d_model] -> [.., (head key)]`` at every query.
 
     Args:
-        a, b: the two runs.
-        layer: which block.
         of: ``"pattern"``, or ``"score"``: before a soft cap, ALiBi and the softmax.
 
     Raises:
-        UnsupportedModelError: attention scores that are not read.
+        UnsupportedModelError: the attention scores cannot be read.
     """
     scores = _scores(a, b, layer)
     secant, constants = scores.one_hot(of)
@@ -102,7 +98,7 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
 
 
 def _scores(a: BlockMaps, b: BlockMaps, layer: int) -> TwoScores:
-    """What both runs of a layer make their scores of.
+    """Return the scores of both runs of a layer.
 
     Raises:
         UnsupportedModelError: they do not give its patterns.
@@ -118,19 +114,17 @@ def two_scores(
     keys: Change,
     cross: tuple[CrossStreams | None, CrossStreams | None] = (None, None),
 ) -> TwoScores:
-    """The scores of two runs, by the reading of the first run, or of the second where the first does not tell.
+    """Return the scores of two runs, by the reading of the first run, or of the second if the first is ambiguous.
 
-    Attention that is even, as of one repeated token, is what several readings give. Where each run has one token, all
-    do, and only sinks tell them apart.
+    Several readings give uniform attention, for instance over a repeated token. If each run has one token, all readings
+    agree, and only sinks distinguish them.
 
     Args:
-        a, b: the two runs.
-        layer: which block.
         queries, keys: before rotation.
-        cross: what cross-attention reads in either run.
+        cross: the inputs of cross-attention in either run.
 
     Raises:
-        UnsupportedModelError: neither reading gives both patterns; says why of the first.
+        UnsupportedModelError: neither reading gives both patterns; explains why for the first.
     """
     refusals: list[UnsupportedModelError] = []
     of_runs = ((a, queries.a, keys.a, cross[0]), (b, queries.b, keys.b, cross[1]))
@@ -146,14 +140,14 @@ def two_scores(
     if not any(bool(maps.capture.resid_read(layer)[maps.mask].any()) for maps in (a, b)):
         raise UnsupportedModelError(
             f"difference: the stream that {a.view.blocks[layer].name} reads is zero at every token of both runs, so "
-            "that attention is even and does not tell how its scores are computed. Compare with a run whose stream is "
+            "attention is uniform and does not show how its scores are computed. Compare with a run whose stream is "
             "not zero."
         )
     raise refusals[0]
 
 
 def _with_bias_of(maps: BlockMaps, layer: int, reading: ScoreReading, pos: int) -> ScoreReading:
-    """A reading with the table of relative positions of one run's model, where there is one."""
+    """Return a reading with the relative position biases of one run's model, if it has any."""
     if reading.relative is None:
         return reading
     return replace(reading, relative=relative_bias(maps, layer, pos))
@@ -162,7 +156,7 @@ def _with_bias_of(maps: BlockMaps, layer: int, reading: ScoreReading, pos: int) 
 def _reading_of_one_token(
     a: BlockMaps, b: BlockMaps, layer: int, queries: Change, keys: Change, stated: ScoreReading
 ) -> ScoreReading:
-    """The first known reading of prompts of one token by which all of them have the same sinks, else what is stated."""
+    """Return the first known reading of one-token prompts with the same sinks for all of them, else the stated one."""
     patterns = [upcast(maps.capture.pattern(layer))[..., 0] for maps in (a, b)]
     share = torch.cat(patterns)
     if a.capture.model is not b.capture.model or bool((1 - share <= a.tolerance).all()):
@@ -178,7 +172,7 @@ def _reading_of_one_token(
 
 
 def values_by_head(values: Change, kv_heads: int) -> Float[Tensor, "batch kv pos d_head"]:
-    """The mean values of two runs."""
+    """Return the mean values of two runs."""
     return rearrange(upcast(values.mean), "b p (h d) -> b h p d", h=kv_heads)
 
 
@@ -188,23 +182,23 @@ def value_secant(
     name: Callable[[str], str],
     values: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Change:
-    """The values, through a norm where one is inside.
+    """Return the values as a function of attention's input, through a norm if there is one.
 
     Args:
-        weights: of either run.
-        read: what attention reads.
-        name: of a matrix.
-        values: what it makes of that in either run, where that is known; None computes it.
+        weights: those of either run.
+        read: the input of attention.
+        name: returns the full name of a matrix.
+        values: the values in either run if they are known; None computes them.
 
     Raises:
-        UnsupportedModelError: the two runs' are of different forms.
+        UnsupportedModelError: the two runs have values of different forms.
     """
     inner_a, inner_b = (weights_of.inner_values for weights_of in weights)
     if inner_a is None and inner_b is None:
         plain_a, plain_b = map(_values, weights)
         return read.linear(plain_a, plain_b, name("W_V"), known(*values))
     if inner_a is None or inner_b is None or (inner_a.out is None) != (inner_b.out is None):
-        raise UnsupportedModelError(f"difference: the values of {name('attention')} are of two forms.")
+        raise UnsupportedModelError(f"difference: the values of {name('attention')} have different forms.")
     if inner_a.out is not None and inner_b.out is not None:
         entry = read.linear(inner_a.entry, inner_b.entry, name("W_down_V"))
         latent = entry.normed(inner_a.held(entry.a), inner_b.held(entry.b), name("v_norm"))
@@ -230,15 +224,15 @@ def _gated(
     name: str,
     only: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[Chain, ...], Change]:
-    """The routes to what heads give, and what they give, after a gate, which is one more route; without one as before.
+    """Return the routes to the heads' outputs, and these, after a gate, which adds a route; unchanged without a gate.
 
     Args:
-        weights: of either run.
-        routes: to what heads give.
-        z: what they give.
-        read: what attention reads.
-        name: of the gate's matrix.
-        only: leaves the heads that count.
+        weights: those of either run.
+        routes: the routes to the heads' outputs.
+        z: the heads' outputs.
+        read: the input of attention.
+        name: the name of the gate's matrix.
+        only: selects the heads to keep.
     """
     gate_a, gate_b = (weights_of.output_factor for weights_of in weights)
     if not isinstance(gate_a, Gate) or not isinstance(gate_b, Gate):
@@ -252,14 +246,14 @@ def _gated(
 
 
 def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callable[[Tensor], Tensor]) -> Chain:
-    """What attention writes: through a norm where there is one, and W_O.
+    """Return the map from the heads' outputs to attention's output: a norm, if there is one, and W_O.
 
     Raises:
-        UnsupportedModelError: the two runs' are of different forms.
+        UnsupportedModelError: the two runs have different forms.
     """
     norm_a, norm_b = (weights_of.output_factor for weights_of in weights)
     if type(norm_a) is not type(norm_b):
-        raise UnsupportedModelError(f"difference: what stands before {name} is of two forms.")
+        raise UnsupportedModelError(f"difference: the norms before {name} have different forms.")
     if isinstance(norm_a, InverseScale) and isinstance(norm_b, InverseScale):
         z = z.over(norm_a.norm.scale_of(z.a), norm_b.norm.scale_of(z.b))
     out_a, out_b = (Linear(weights_of.W_O, weights_of.b_O) for weights_of in weights)
@@ -269,7 +263,7 @@ def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callab
 def of_heads(
     z: Float[Tensor, "batch pos width"], n_heads: int, heads: Collection[int] | None
 ) -> Float[Tensor, "batch pos width"]:
-    """Some heads' vectors, the others zero; None for all of them."""
+    """Set all but some heads' vectors to zero; None keeps all."""
     if heads is None:
         return z
     keep = torch.zeros(n_heads, dtype=z.dtype, device=z.device)
@@ -278,14 +272,14 @@ def of_heads(
 
 
 def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change, Change]:
-    """Queries and keys before rotation: their matrices, and their norms with the scale responding.
+    """Return queries and keys before rotation: their matrices, and their norms with responding scales.
 
-    What two shortformers differ by in the positions that they add to what queries and keys read is ``"W_pos"``.
+    The difference of two shortformers' positions, added to the input of queries and keys, is called ``"W_pos"``.
     """
     before = a.layouts[layer].attn.before
     added = [added_positions(maps) for maps in (a, b)]
     projections = [score_projections(maps, layer, before, of_run) for maps, of_run in zip((a, b), added, strict=True)]
-    reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys read the same
+    reads = [Chain((Identity(), *of_queries.reads)) for of_queries, _ in projections]  # keys have the same input
     x_a, x_b = (upcast(side_read(maps, layer)) for maps in (a, b))
     read = Change(reads[0](x_a), reads[1](x_b))
     if added[0] is not None and added[1] is not None and not same(*added):
@@ -296,7 +290,7 @@ def _projection_secants(a: BlockMaps, b: BlockMaps, layer: int) -> tuple[Change,
 
 
 def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: str, norm_name: str) -> Change:
-    """What attention reads, through one projection, its norm, and the latent before it where there is one."""
+    """Return attention's input after one projection and its norm, and through the latent before it if there is one."""
     if a.latent is not None and b.latent is not None:
         entry = read.linear(a.latent.entry, b.latent.entry, name.replace("W_", "W_down_"))
         scales = (a.latent.scale(entry.a), b.latent.scale(entry.b))
@@ -311,7 +305,7 @@ def projected_secant(read: Change, a: HeadProjection, b: HeadProjection, name: s
 
 
 def _only(mixing: Attention, secant: ScoreSecant, heads: Collection[int]) -> tuple[Attention, ScoreSecant]:
-    """Other heads give nothing."""
+    """Set the outputs of other heads to zero."""
     keep = torch.zeros(mixing.n_heads, dtype=torch.bool, device=mixing.pattern.device)
     keep[list(heads)] = True
     mixing = replace(mixing, pattern=mixing.pattern * keep[:, None, None])

@@ -1,8 +1,8 @@
-"""The secant of cross-attention: queries are read from the decoder's stream, keys and values from the encoder's output.
+"""The secant of cross-attention: queries come from the decoder's stream, keys and values from the encoder's output.
 
     Δz_i = Σ_k P̄_ik·Δv_k + Σ_k ΔP_ik·v̄_k,    Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k),    i of the decoder, k of the encoder
 
-As self-attention it is the sum of three routes, each from the whole stream to what heads give at the decoder's
+Like self-attention it is the sum of three routes, each from the whole stream to the heads' outputs at the decoder's
 positions.
 """
 
@@ -25,12 +25,12 @@ from tensorlens_tl.passes.two_runs.values import CrossValues
 
 @dataclass(frozen=True, eq=False)
 class CrossSecant:
-    """Cross-attention of a decoder block as a map of the difference of two runs.
+    """A decoder block's cross-attention as a map of the difference of two runs.
 
     Attributes:
-        read: from the whole stream to what heads give at the decoder's positions, zero at the encoder's.
-        out: what writes that.
-        pattern_error: the largest error of a probability of the two patterns, as the scores that were read give them.
+        read: the map from the whole stream to the heads' outputs at the decoder's positions, zero at the encoder's.
+        out: the map from there to the output.
+        pattern_error: the largest error of a probability in the two patterns recomputed from the scores.
     """
 
     read: Sum
@@ -38,23 +38,21 @@ class CrossSecant:
     pattern_error: float
 
     def within(self, side: Within) -> Within:
-        """Where the block acts, with this cross-attention."""
+        """Return where the block acts, including this cross-attention."""
         return Within(side.start, side.stop, side.length, self.read, self.out)
 
 
 def cross_secant(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: CrossValues, of_b: CrossValues, norm: AffineMap | None
 ) -> CrossSecant:
-    """The secant of one decoder block's cross-attention.
+    """Return the secant of one decoder block's cross-attention.
 
     Args:
-        a, b: the two runs.
-        layer: which block.
-        of_a, of_b: what it reads and gives in either.
-        norm: the secant of the norm that queries are read after; None without.
+        of_a, of_b: the inputs and outputs in either run.
+        norm: the secant of the norm before the queries, or None.
 
     Raises:
-        UnsupportedModelError: attention scores that are not read.
+        UnsupportedModelError: the attention scores cannot be read.
     """
     weights = [maps.view.blocks[layer].require_cross_attention() for maps in (a, b)]
     name = partial("L{}.cross.{}".format, layer)
@@ -74,18 +72,18 @@ def cross_secant(
 def cross_score_routes(
     a: BlockMaps, b: BlockMaps, layer: int, of_a: CrossValues, of_b: CrossValues, norm: AffineMap | None, of: str
 ) -> tuple[Chain, Chain]:
-    """What the scores or patterns of cross-attention change by with its queries, and with its keys.
+    """Return the change of the scores or patterns of cross-attention through its queries, and through its keys.
 
-    Cross-attention has neither sinks nor relative positions, so that no constant of its scores changes between two
-    models. The routes are what heads give whose values are one-hot, ``[.., d_model] -> [.., (head key)]`` at the
-    decoder's positions.
+    Cross-attention has neither sinks nor relative positions, so no constant of its scores changes between two models.
+    The routes are the outputs of heads with one-hot values, ``[.., d_model] -> [.., (head key)]`` at the decoder's
+    positions.
 
     Args:
-        a, b, layer, of_a, of_b, norm: as of `cross_secant`.
+        a, b, layer, of_a, of_b, norm: as in `cross_secant`.
         of: ``"pattern"``, or ``"score"``: before a soft cap and the softmax.
 
     Raises:
-        UnsupportedModelError: attention scores that are not read.
+        UnsupportedModelError: the attention scores cannot be read.
     """
     scores = _scores(a, b, layer, of_a.streams, of_b.streams)
     secant, _ = scores.one_hot(of)
@@ -93,7 +91,7 @@ def cross_score_routes(
 
 
 def _scores(a: BlockMaps, b: BlockMaps, layer: int, of_a: CrossStreams, of_b: CrossStreams) -> TwoScores:
-    """What both runs of a layer's cross-attention make their scores of.
+    """Return the scores of both runs of a layer's cross-attention.
 
     Raises:
         UnsupportedModelError: they do not give its patterns.
@@ -112,7 +110,7 @@ def _scores(a: BlockMaps, b: BlockMaps, layer: int, of_a: CrossStreams, of_b: Cr
 def _responses(
     a: BlockMaps, layer: int, scores: TwoScores, secant: ScoreSecant, norm: AffineMap | None
 ) -> tuple[Chain, Chain]:
-    """What heads give for a change of the decoder's queries, and of the encoder's keys, each from the whole stream."""
+    """Return the heads' responses, from the whole stream, to changed queries in the decoder and keys in the encoder."""
     start, stop = a.capture.side(layer)
     length = a.capture.tokens.shape[1]
     normed = () if norm is None else (norm,)
@@ -123,5 +121,5 @@ def _responses(
 
 
 def _read(projection: HeadProjection, stream: Float[Tensor, "batch decoder d_model"]) -> Tensor:
-    """What queries are read from: the decoder's stream after the norm, its scale held."""
+    """Return the input of queries: the decoder's stream after the norm with its scale held."""
     return Chain((Identity(), *projection.reads))(upcast(stream))

@@ -1,13 +1,13 @@
-"""The secant of a mixture of experts, and what a changed routing adds.
+"""The secant of a mixture of experts, and the effect of a changed routing.
 
     Δ Σ_e w_e·f_e(x) = Σ_e w̄_e·Δf_e + Σ_e Δw_e·f̄_e
 
-An expert that a token is sent to in one run only has weight 0 in the other. The first sum is a map of what the experts
-read: each by its secant, over the tokens that are sent to it in either run. The second is a constant: which experts are
-chosen, and what they count, is no linear function of what the router reads, so that a changed routing is a term by
-itself. Where the two runs are the same, the map is the Jacobian with the routing held.
+An expert to which a token is routed in only one run has weight 0 in the other. The first sum is a map of the experts'
+input: the secant of each expert, over the tokens that are routed to it in either run. The second is a constant: the
+choice of experts and their weights are not a linear function of the router's input, so a changed routing is a separate
+term. If the two runs are the same, the map is the Jacobian with the routing held fixed.
 
-A weight may scale what its expert reads instead (Llama 4), f_e(w_e·x): then x̄·Δw_e goes through the expert's secant.
+A weight may scale its expert's input instead (Llama 4), f_e(w_e·x): then x̄·Δw_e goes through the expert's secant.
 """
 
 from dataclasses import dataclass
@@ -32,29 +32,28 @@ class Mixture:
     routes: Routes
 
     def counts(self) -> Float[Tensor, "token expert"]:
-        """What every expert counts for every token; 0 where a token is not sent."""
+        """Return the weight of every expert for every token; 0 where a token is not routed."""
         index = self.routes.index.flatten(0, 1).long()
         weight = self.routes.weight.flatten(0, 1)
         counts = weight.new_zeros(len(index), max(self.weights.count, int(index.max()) + 1))
-        return counts.scatter_add(1, index, weight)[:, : self.weights.count]  # some choices are no expert
+        return counts.scatter_add(1, index, weight)[:, : self.weights.count]  # some choices are not an expert
 
 
 def experts_secant(a: Mixture, b: Mixture, read: dict[str, Change], layer: int) -> dict[str, AffineMap]:
-    """What a mixture of experts is the sum of, by name, as `expert_maps` names it, every part a secant.
+    """Return the summands of a mixture of experts by name, as in `expert_maps`, each as a secant.
 
     The constant of a changed routing is an `Offset` in each expert's branch, called ``"L{layer}.routing"``.
 
     Args:
-        a, b: the two runs'.
-        read: what each part reads, by name.
-        layer: which block.
+        a, b: those of the two runs.
+        read: the input of each part, by name.
 
     Raises:
-        UnsupportedModelError: the two are of different forms.
+        UnsupportedModelError: the two have different forms.
     """
     forms = [_form(mixture.weights) for mixture in (a, b)]
     if forms[0] != forms[1]:
-        raise UnsupportedModelError(f"difference: the experts of L{layer} are of two forms.")
+        raise UnsupportedModelError(f"difference: the experts of L{layer} have different forms.")
     maps: dict[str, AffineMap] = {EXPERTS: _routed(a, b, read[EXPERTS], layer)}
     if a.weights.shared is not None and b.weights.shared is not None:
         maps[SHARED] = _shared(a.weights, b.weights, read[SHARED], layer)
@@ -67,7 +66,7 @@ def _form(weights: ExpertsWeights) -> tuple[object, ...]:
 
 
 def _routed(a: Mixture, b: Mixture, read: Change, layer: int) -> Routed:
-    """The experts together."""
+    """Return the routed experts together."""
     name = f"L{layer}.routing"
     counts_a, counts_b = (mixture.counts().to(read.a) for mixture in (a, b))
     x_a = read.a.flatten(0, 1)
@@ -76,7 +75,7 @@ def _routed(a: Mixture, b: Mixture, read: Change, layer: int) -> Routed:
     scales_input = a.weights.routing.scales_input
     branches: list[Branch] = []
     chosen = ((counts_a != 0) | (counts_b != 0)).any(0).nonzero()[:, 0].tolist()
-    for number in chosen or [0]:  # a map of no tokens, where every choice counts nothing
+    for number in chosen or [0]:  # a map of no tokens if all weights are zero
         tokens = ((counts_a[:, number] != 0) | (counts_b[:, number] != 0)).nonzero()[:, 0]
         weights = (counts_a[tokens, number][None, :, None], counts_b[tokens, number][None, :, None], name)
         packed = Change(x_a[tokens][None], x_b[tokens][None])
@@ -90,7 +89,7 @@ def _routed(a: Mixture, b: Mixture, read: Change, layer: int) -> Routed:
 
 
 def _shared(a: ExpertsWeights, b: ExpertsWeights, read: Change, layer: int) -> Chain:
-    """What every token goes through, and the gate of that."""
+    """Return the shared expert with its gate."""
     assert a.shared is not None
     assert b.shared is not None
     shared = mlp_secant(a.shared, b.shared, read, f"L{layer}.shared")

@@ -1,7 +1,7 @@
-"""How the blocks of two runs are put together, where each run by itself could not tell.
+"""The layouts of blocks in two runs, if one run alone does not determine them.
 
-Where an MLP gives nothing in one run (no neuron of a ReLU is active), a sequential block and a parallel one are the
-same map there, and the pass takes the first of them. The other run may tell which one it is.
+If an MLP's output is zero in one run (no ReLU neuron is active), a sequential and a parallel block are the same map
+there, and the pass uses the first of these. The other run may determine the layout.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from tensorlens_tl.passes.proof import LayoutSearch
 
 
 def with_one_layout(a: BlockMaps, b: BlockMaps) -> tuple[BlockMaps, BlockMaps]:
-    """The maps of two runs with every block put together in the one way that reproduces it in both.
+    """Return the maps of two runs, with every block in the one layout that reproduces it in both.
 
     Args:
-        a, b: of either run; blocks that they put together alike stay so.
+        a, b: the maps of either run; blocks with equal layouts are unchanged.
 
     Raises:
         InvalidInputError: no layout of a block reproduces it in both runs, or several do.
@@ -36,12 +36,12 @@ def with_one_layout(a: BlockMaps, b: BlockMaps) -> tuple[BlockMaps, BlockMaps]:
 
 
 def _refusal(a: BlockMaps, b: BlockMaps) -> InvalidInputError:
-    runs = "one model's two runs (a part that gives nothing in one?)"
+    runs = "one model's two runs (a part with zero output in one?)"
     if a.capture.model is not b.capture.model:
         runs = "two models"
     return InvalidInputError(
-        f"difference: the blocks of {runs} are put together in different ways, {_names(a.layouts)} and "
-        f"{_names(b.layouts)}. Ask about each run by itself."
+        f"difference: the blocks of {runs} are composed in different ways, {_names(a.layouts)} and "
+        f"{_names(b.layouts)}. Explain each run separately."
     )
 
 

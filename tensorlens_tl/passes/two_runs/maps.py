@@ -1,4 +1,4 @@
-"""The parts of every block as secants of two runs: linear in the difference of what enters."""
+"""The parts of every block as secants of two runs: linear in the difference of their inputs."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +37,7 @@ from tensorlens_tl.passes.two_runs.whitening import whitening_secant
 
 @dataclass(eq=False)
 class _Parts:
-    """The secants of one block's attention and MLP, once they were needed, and the values that they lie between."""
+    """The secants of one block's attention and MLP, computed when needed, and the values between which they lie."""
 
     of_a: BlockValues
     of_b: BlockValues
@@ -54,9 +54,9 @@ class SecantMaps(Blocks):
     """The parts of every block as exact linear maps of the difference of two runs.
 
     Attributes:
-        a, b: the maps of the two runs, whose blocks are put together in the same way.
-        capture: the first run, which tells positions.
-        layouts: how each block is put together.
+        a, b: the maps of the two runs, whose blocks have the same layouts.
+        capture: the first run, which defines positions.
+        layouts: the layout of each block.
     """
 
     a: BlockMaps
@@ -68,18 +68,18 @@ class SecantMaps(Blocks):
 
     @classmethod
     def of(cls, a: BlockMaps, b: BlockMaps) -> "SecantMaps":
-        """Of the maps of two runs."""
+        """Return the secants for the maps of two runs."""
         return cls(a.of_two_runs(), b.of_two_runs(), a.capture, a.layouts)
 
     @cached_property
     def row_bytes(self) -> int:
-        """What a vector allocates on its way at most, products with all keys of its layer or states included."""
+        """The maximal bytes that one vector allocates, including its products with all keys or states of a layer."""
         batch, pos = self.capture.tokens.shape
         most = max((_numbers(block, pos) for block in self.view.blocks), default=0)
         return self.a.row_bytes + batch * pos * most * self.capture.resid_pre(0).element_size()
 
     def forget(self, layer: int) -> None:
-        """Drop what was cached of a layer."""
+        """Drop cached results for a layer."""
         self.cache.pop(layer, None)
 
     # ------------------------------------------------------------------ parts
@@ -90,13 +90,13 @@ class SecantMaps(Blocks):
         return self.cache[layer]
 
     def norm(self, layer: int, name: str) -> Chain:
-        """One norm of one block, its scale responding."""
+        """Return one norm of one block, with its scale responding."""
         parts = self._parts(layer)
         norms = (self.a.norm(layer, name), self.b.norm(layer, name))
         return norm_secant(*norms, parts.of_a.norms[name], parts.of_b.norms[name], f"L{layer}.{name}")
 
     def final_norm(self) -> Chain | None:
-        """The norm after the last block, or None."""
+        """Return the norm after the last block, or None."""
         a, b = (maps.final_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
@@ -106,7 +106,7 @@ class SecantMaps(Blocks):
         return norm_secant(a, b, x_a, x_b, "ln_final")
 
     def encoder_norm(self) -> Chain | None:
-        """The norm after an encoder–decoder's last encoder block, or None."""
+        """Return the norm after an encoder–decoder's last encoder block, or None."""
         a, b = (maps.encoder_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
@@ -114,7 +114,7 @@ class SecantMaps(Blocks):
         return norm_secant(a, b, parts.of_a.norms[ENCODER_NORM], parts.of_b.norms[ENCODER_NORM], ENCODER_NORM)
 
     def within(self, layer: int) -> Within | None:
-        """Where a block acts, with its cross-attention by three routes; None where there is one stack."""
+        """Return where a block acts, including its cross-attention by three routes; None if there is one stack."""
         side = self.a.within(layer)
         if side is None or side.read is None:
             return side
@@ -124,7 +124,7 @@ class SecantMaps(Blocks):
         return parts.cross.within(side)
 
     def _crossing(self, layer: int) -> tuple[CrossValues, CrossValues, Chain | None]:
-        """What cross-attention reads and gives in either run, and the norm that its queries are read after."""
+        """The inputs and outputs of cross-attention in either run, and the norm before its queries."""
         parts = self._parts(layer)
         assert parts.of_a.cross is not None
         assert parts.of_b.cross is not None
@@ -135,7 +135,7 @@ class SecantMaps(Blocks):
         return parts.of_a.cross, parts.of_b.cross, norm
 
     def whitening(self, layer: int) -> Chain | None:
-        """The whitening before a block, with what changed weights of it add; None of a model without."""
+        """Return the whitening before a block, with the effects of changed weights; None without whitening."""
         of_a, of_b = (maps.view.blocks[layer].whitening for maps in (self.a, self.b))
         if of_a is None and of_b is None:
             return None
@@ -144,7 +144,7 @@ class SecantMaps(Blocks):
         return whitening_secant(of_a, of_b, read, keep, f"L{layer}.whitening")
 
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
-        """Attention by three routes, values, queries and keys, and what writes it; or what a block has in its place."""
+        """Return attention by three routes (values, queries and keys) with its output, or the mixer in its place."""
         if self.view.blocks[layer].mixer is not None:
             return self._in_place_of_attention(layer, heads)
         parts = self._parts(layer)
@@ -155,10 +155,10 @@ class SecantMaps(Blocks):
         return parts.attention
 
     def _attention_secant(self, layer: int, heads: Collection[int] | None = None) -> tuple[Chain, float]:
-        """Attention from its weights, or as the live module computes it where they do not say how scores come about.
+        """The secant of attention from its weights, or from the live module if these do not explain the scores.
 
         Raises:
-            UnsupportedModelError: neither gives both runs.
+            UnsupportedModelError: neither reproduces both runs.
         """
         values = self._parts(layer).of_a, self._parts(layer).of_b
         try:
@@ -179,7 +179,7 @@ class SecantMaps(Blocks):
         """The secant of a mixer.
 
         Raises:
-            UnsupportedModelError: some of its heads, which are not read.
+            UnsupportedModelError: only some heads are requested, which a mixer does not have.
         """
         blocks = [maps.view.blocks[layer] for maps in (self.a, self.b)]
         if heads is not None:
@@ -193,7 +193,7 @@ class SecantMaps(Blocks):
 
     @reads_weights
     def beside(self, layer: int) -> Chain | None:
-        """The secant of a mixer beside attention, which reads what attention reads; None where nothing does."""
+        """Return the secant of a mixer next to attention, with the same input, or None."""
         blocks = [maps.view.blocks[layer] for maps in (self.a, self.b)]
         if not blocks[0].has_beside:
             return None
@@ -205,7 +205,7 @@ class SecantMaps(Blocks):
         return parts.beside
 
     def _mixer_secant(self, layer: int, mixers: Sequence[Mixer | NoMixing | None], factor: float) -> Chain:
-        """The secant of the two runs' mixers, multiplied by a factor."""
+        """The secant of the two runs' mixers, times a factor."""
         parts = self._parts(layer)
         of_a, of_b = mixers
         assert of_a is not None
@@ -224,7 +224,7 @@ class SecantMaps(Blocks):
         return self.capture.mask
 
     def pattern_error(self, layer: int) -> float:
-        """The largest error of a probability of the two patterns, as the scores that were read give them."""
+        """Return the largest error of a probability in the two patterns recomputed from the scores."""
         self.mixer(layer)
         self.within(layer)
         parts = self._parts(layer)
@@ -232,12 +232,12 @@ class SecantMaps(Blocks):
 
     @reads_weights
     def score_routes(self, layer: int, head: int, of: str, *, cross: bool = False) -> tuple[AffineMap, AffineMap]:
-        """One head's scores, or its pattern, by its queries and by its keys, from the stream that its layer reads.
+        """Return one head's scores, or its pattern, through its queries and its keys, as maps of its layer's input.
 
         Args:
-            layer, head: indices of the head.
+            layer, head: the head.
             of: ``"score"`` or ``"pattern"``.
-            cross: a head of cross-attention.
+            cross: whether it is a head of cross-attention.
 
         Returns:
             Two maps to a vector over keys at every query, `[batch, query, key]`; their sum is the change.
@@ -256,7 +256,7 @@ class SecantMaps(Blocks):
         return within(of_query, only=True), within(of_key, only=True)
 
     def mlp(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
-        """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""
+        """Return one MLP or mixture of experts, with slopes of its activations; `rule` has no effect."""
         parts = self._parts(layer)
         if parts.of_a.mlp is None or parts.of_b.mlp is None:
             return None
@@ -267,7 +267,7 @@ class SecantMaps(Blocks):
         return parts.mlp
 
     def _mlp_secant(self, layer: int, read: Change) -> Chain:
-        """The secant of the two runs' MLPs, or of what they have in the place of one."""
+        """The secant of the two runs' MLPs, or of modules in the place of an MLP."""
         if isinstance(self.view.blocks[layer].mlp, ChannelMixWeights):
             modules = [innermost(maps.view.blocks[layer].parts.mlp) for maps in (self.a, self.b)]
             runs = (partial(_first_of, modules[0]), partial(_first_of, modules[1]))
@@ -284,7 +284,7 @@ class SecantMaps(Blocks):
 
     @reads_weights
     def experts(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
-        """What a mixture of experts is the sum of, by name; see `experts_secant`.
+        """Return the summands of a mixture of experts by name; see `experts_secant`.
 
         Raises:
             UnsupportedModelError: the layer has no experts.
@@ -299,10 +299,10 @@ class SecantMaps(Blocks):
 
     @reads_weights
     def per_layer(self, layer: int, rule: FrozenRule = "frozen") -> Chain | None:
-        """What a block adds for a separate input of each token at this layer; None without one.
+        """Return the branch for a separate input of each token at this layer; None without one.
 
-        Δ(φ(g)·p) = p̄·Δφ + φ̄·Δp: the input comes from the token, not from the stream, so that its change is a constant
-        with the name ``"L{layer}.per_layer"``.
+        Δ(φ(g)·p) = p̄·Δφ + φ̄·Δp: that input comes from the token, not from the stream, so its change is a constant
+        called ``"L{layer}.per_layer"``.
         """
         weights_a, weights_b = (maps.view.blocks[layer].per_layer for maps in (self.a, self.b))
         if weights_a is None or weights_b is None:
@@ -314,7 +314,7 @@ class SecantMaps(Blocks):
         return gated.linear(Linear(weights_a.W_out), Linear(weights_b.W_out), f"{name}.W_out").map
 
     def additions(self, layer: int) -> dict[StreamPoint, Offset]:
-        """What hooks add to the first run more than to the second, by hook point, where it is not the same."""
+        """Return the additions by hooks in the first run minus those in the second, by hook point, if not equal."""
         of_a, of_b = (maps.additions(layer) for maps in (self.a, self.b))
         more: dict[StreamPoint, Offset] = {}
         for point in {**of_a, **of_b}:
@@ -329,12 +329,12 @@ class SecantMaps(Blocks):
         return of_run[point].vectors
 
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """A masked language model's transform, or a pooler; None where nothing lies between output and unembedding."""
+        """Return a masked language model's transform, or a pooler, between output and unembedding, or None."""
         a, b = (maps.prediction_head() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
         x_a, x_b = (maps.capture.output for maps in (self.a, self.b))
-        if self.view.mlm_head is None:  # a classifier's, of the mean of some positions
+        if self.view.mlm_head is None:  # a classifier's norm, of the mean of some positions
             stages = a.stages[:-1]
             inside = Change(Chain(stages)(x_a), Chain(b.stages[:-1])(x_b), stages)
         else:
@@ -352,12 +352,12 @@ class SecantMaps(Blocks):
 
 
 def _first_of(module: nn.Module, x: Tensor) -> Tensor:
-    """What a module gives, of several things the first."""
+    """Return a module's output, or the first of several."""
     out = module(x)
     return out[0] if isinstance(out, tuple) else out
 
 
 def _numbers(block: BlockView, pos: int) -> int:
-    """How many numbers a vector takes for each position where a block attends."""
+    """Return how many numbers a vector takes for each position in a block with attention."""
     with block.loaded():
         return 0 if block.mixer is not None else 3 * block.attention.heads * pos

@@ -1,4 +1,4 @@
-"""The secant of an MLP: Δφ = slope·Δz, and Δ(φ(g)·ψ(u)) = mean φ(g)·Δψ + mean ψ(u)·Δφ of a gated one."""
+"""The secant of an MLP: Δφ = slope·Δz, and Δ(φ(g)·ψ(u)) = mean φ(g)·Δψ + mean ψ(u)·Δφ for a gated one."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from tensorlens_tl.passes.two_runs.values import HiddenValues, known
 
 
 def mlp_secant(a: MLPWeights, b: MLPWeights, read: Change, block: str) -> Change:
-    """What an MLP, plain or gated, makes of what it reads; arguments and errors as of `hidden_secant`."""
+    """Return the output of an MLP, plain or gated; arguments and errors as in `hidden_secant`."""
     hidden = hidden_secant(a, b, read, block)
     return hidden.linear(Linear(a.W_out, a.b_out), Linear(b.W_out, b.b_out), f"{block}.W_out")
 
@@ -25,19 +25,19 @@ def hidden_secant(
     block: str,
     held: tuple[HiddenValues | None, HiddenValues | None] = (None, None),
 ) -> Change:
-    """What an MLP has before its output matrix, from what it reads.
+    """Return an MLP's hidden vector, the input of its output matrix.
 
     Args:
         a, b: its weights in either run.
-        read: what it reads.
-        block: what the names of its matrices begin with, for what differs between two models.
-        held: what its neurons read and gave in either run, where the passes hold it; None computes it.
+        read: its input.
+        block: the prefix for the names of its matrices, for differences between two models.
+        held: the inputs and outputs of its neurons in either run, if the passes store them; None computes them.
 
     Raises:
-        UnsupportedModelError: the two are of different forms.
+        UnsupportedModelError: the two have different forms.
     """
     if _form(a) != _form(b):
-        raise UnsupportedModelError(f"difference: the MLPs of {block} are of two forms.")
+        raise UnsupportedModelError(f"difference: the MLPs of {block} have different forms.")
     name = partial("{}.{}".format, block)
     entries = (Linear(a.W_in, a.b_in), Linear(b.W_in, b.b_in))
     if a.W_gate is None or b.W_gate is None:
@@ -57,7 +57,7 @@ def hidden_secant(
 
 
 def _pair(held: tuple[HiddenValues | None, HiddenValues | None], name: str) -> tuple[Tensor, Tensor] | None:
-    """One of the held values in either run; None where a run does not hold it."""
+    """Return one of the held values in both runs; None if a run does not hold it."""
     return known(*(getattr(of_run, name, None) for of_run in held))
 
 
@@ -66,18 +66,18 @@ def _form(weights: MLPWeights) -> tuple[bool, ...]:
 
 
 def activated(z: Change, phi: Activation | None, values: tuple[Tensor, Tensor] | None = None) -> Change:
-    """Through an activation, whose `values` may be known; None is the identity."""
+    """Apply an activation, whose `values` may be known; None is the identity."""
     if phi is None:
         return z
     return z.elementwise(phi, partial(derivative, phi), values)
 
 
 def gate_secant(a: Gate, b: Gate, read: Change, name: str) -> Change:
-    """What a gate makes of what its sublayer reads, one channel for several of what it multiplies.
+    """Return the output of a gate, whose channels each multiply one or several channels of a sublayer.
 
     Args:
         a, b: the gate in either run.
-        read: what it reads.
-        name: of its matrix.
+        read: the input of its sublayer.
+        name: the name of its matrix.
     """
     return activated(read.linear(a.linear, b.linear, name), a.squash)

@@ -1,8 +1,8 @@
-"""Attention of two runs as the live module computes it, where its weights do not say how its scores come about.
+"""Attention of two runs as the live module computes it, if its weights do not explain its scores.
 
-The module is called again with what it was called with in either run, its operations paired (`core.in_two_runs`), and
-cut at queries, keys, values and what heads give. No way of making scores is known here: rotations of any kind, biases
-of any kind, norms on either side of them and keys that are values are what they are in the module.
+The module is called again with its arguments from either run, its operations paired (`core.in_two_runs`), and cut at
+queries, keys, values and the heads' outputs. This assumes nothing about how scores are computed: the module may have
+any rotations, biases and norms, and keys that are values.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,23 +26,23 @@ from tensorlens_tl.passes.two_runs.attention import of_heads
 from tensorlens_tl.passes.two_runs.values import BlockValues
 
 SAME = 1e-4
-"""How far what a changed matrix adds may be from what the module gave, relative; norms of modules are in float32."""
+"""The largest relative error of a changed matrix's effect, compared with the module; its norms may be in float32."""
 
 WAYS = "vqk"
-"""What heads are read by, in the order of the routes."""
+"""The letters of values, queries and keys, in the order of the routes."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a module was called with in a run."""
+    """The arguments of a module's call in a run."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     def of(self, module: nn.Module, read: Tensor, leaf: Tensor, tolerance: float) -> Any:
-        """Call it again, with a leaf in the place of what it read, which a pass knows to its tolerance.
+        """Call the module again, with a leaf in place of its input, which is recognised up to the tolerance of a pass.
 
-        A cache is left out: it holds nothing of a whole prompt.
+        A cache is left out, as it is empty for a whole prompt.
         """
 
         def put(value: Any) -> Any:
@@ -55,9 +55,9 @@ class Call:
 
 
 def attention_calls(maps: BlockMaps) -> dict[int, Call]:
-    """What the attention of every block is called with in a run: the model runs once more.
+    """Return the arguments of every block's attention in a run, by running the model once more.
 
-    Raises `FrozenModelError` where a frozen pass is attached, whose patterns would be held.
+    Raises `FrozenModelError` if a frozen pass is attached, which would hold its patterns.
     """
     refuse_attached(maps.view.model)
     calls: dict[int, Call] = {}
@@ -82,19 +82,17 @@ def recorded_attention(
     values: tuple[BlockValues, BlockValues],
     heads: Collection[int] | None = None,
 ) -> tuple[Chain, float]:
-    """The secant of one layer's attention from what it reads to what it writes, and how far it is from the first run.
+    """Return the secant of one layer's attention from its input to its output, and its error in the first run.
 
     Args:
-        a, b: the two runs.
-        layer: which block.
-        calls, values: what its attention is called with and reads, in either run.
+        calls, values: the arguments and inputs of its attention in either run.
         heads: keep only these.
 
-    Weights of two models that differ are constants, by the names that they have where weights are read.
+    Differing weights of two models are constants, with the same names as when they are read from weights.
 
     Raises:
-        UnsupportedModelError: no hook points show queries, keys and values, or what heads give depends on more; hooks
-            on the attention itself; or an operation that is not known.
+        UnsupportedModelError: no hook points show queries, keys and values; the heads' outputs depend on more than
+            these; hooks are on the attention itself; or an operation is not known.
     """
     block, points = a.view.blocks[layer], a.points.blocks[layer].heads
     known = [hook_points(maps.view.model) for maps in (a, b)]
@@ -103,7 +101,7 @@ def recorded_attention(
     if points is None or a.points.blocks[layer].merged or not all(name in known[0] for name in ways):
         raise block.refuse("no hook points show its queries, keys and values.")
     if any(name.startswith(stem) for maps in (a, b) for name in maps.capture.other_hooks):
-        raise block.refuse("hooks are on its attention, which would act once more.")
+        raise block.refuse("there are hooks on its attention, which would act twice.")
     modules = block.parts.mixer, b.view.blocks[layer].parts.mixer
 
     def run(number: int) -> Callable[[], tuple[Cuts, Tensor, Tensor]]:
@@ -114,7 +112,7 @@ def recorded_attention(
             with Placing() as placing:
                 placing.at_points((a, b)[number].view.model, known[number], cutting)
                 out = calls[number].of(modules[number], read, leaf, a.tolerance)
-            drop_patterns(modules[number])  # with all that it was computed from
+            drop_patterns(modules[number])  # with its graph
             return cuts, leaf, out[0] if isinstance(out, tuple) else out
 
         return attend
@@ -122,17 +120,17 @@ def recorded_attention(
     (cuts, entry, out), constants = in_two_runs(run(0), run(1), modules, f"L{layer}")
     z, leaf = cuts.arrived[points.z], cuts.leaves[points.z]
     if depends(z, entry) or depends(out, entry) or not depends(cuts.arrived[ways[0]], entry):
-        raise block.refuse("what its heads give depends on more than queries, keys and values.")
+        raise block.refuse("its heads' outputs depend on more than queries, keys and values.")
     refuse_other_functions([out, z, *(cuts.arrived[name] for name in ways)])
     shape = entry.shape[0], entry.shape[1]
     ones = values[0].heads.new_ones(1, 1, values[0].heads.shape[-1])
     keep = () if heads is None else (Diagonal(of_heads(ones, a.capture.pattern(layer).shape[1], heads)),)
-    # what else the two runs give the module differs too: Bloom's adds the stream to what it writes, as its block does
+    # other arguments may differ between the runs: Bloom's attention adds the stream to its output, as its block does
     weights = {readable(f"L{layer}.{name}") for name, _ in modules[0].named_parameters()}
     others = [constant for constant in constants if constant.name not in weights]
     constants = [constant for constant in constants if constant not in others]
     if any(depends(y, constant.leaf) for constant in others for y in (z, *cuts.arrived.values())):
-        raise block.refuse("what its heads give depends on more than what it reads.")
+        raise block.refuse("its heads' outputs depend on more than its input.")
     inside = [constant for constant in constants if depends(z, constant.leaf)]
 
     def changes(letter: str) -> MatrixChange:
@@ -162,24 +160,24 @@ def recorded_attention(
 
 
 def _of_some(offset: Offset, block: BlockView, heads: Collection[int]) -> Offset:
-    """What a changed W_O adds of some heads; a bias is no head's.
+    """Return the effect of a changed W_O for some heads; a bias belongs to no head.
 
     Raises:
-        UnsupportedModelError: of a matrix whose heads are not told apart.
+        UnsupportedModelError: the matrix cannot be split by head.
     """
     if not offset.name.endswith(".W_O"):
         return offset
     if offset.change is None:
-        raise block.refuse("what its changed output matrix adds is not read by head.")
+        raise block.refuse("the effect of its changed output matrix cannot be split by head.")
     change = replace(offset.change, read=of_heads(offset.change.read, block.attention.heads, heads))
     return replace(offset, vectors=change.vectors, change=change)
 
 
 def _matrix(block: BlockView, letter: str) -> Tensor:
-    """A matrix of attention with heads side by side.
+    """Return a matrix of attention with heads concatenated.
 
     Raises:
-        UnsupportedModelError: it is not read from weights.
+        UnsupportedModelError: it cannot be read from weights.
     """
     of = block.attention if letter in "VO" else block.require_query_key()
     return getattr(of, f"W_{letter}")
@@ -188,15 +186,15 @@ def _matrix(block: BlockView, letter: str) -> Tensor:
 def _offsets(
     m: Recorded, constants: Sequence[Constant], layer: int, letter: str, changes: Callable[[str], MatrixChange]
 ) -> list[Offset]:
-    """What other weights add to what one of a module's matrices gives, by the names of the matrix and its bias.
+    """Return the effects of differing weights on the output of one matrix, named after the matrix and its bias.
 
-    Of a matrix for queries, keys and values together each has its part.
+    A joint matrix for queries, keys and values has an effect on each.
 
     Args:
-        m: up to what the matrix gives.
-        constants: of the whole module.
-        layer, letter: which matrix.
-        changes: the factors of what it adds, where its weights are read.
+        m: the map up to the matrix's output.
+        constants: those of the whole module.
+        layer, letter: the matrix.
+        changes: returns the factors of its effect, if its weights are read.
     """
     added: dict[str, Tensor] = {}
     for constant in constants:
@@ -215,13 +213,13 @@ def _offsets(
 
 
 def _name(layer: int, letter: str, weight: str) -> str:
-    """What a weight is called where it is read: a norm's, a bias or a matrix, by its name in the module."""
+    """Return the name of a weight (of a norm, a bias or a matrix), given its name in the module."""
     kind = "b" if weight.rpartition(".")[2].lstrip("_").startswith("b") else "W"
     return f"L{layer}.{letter.lower()}_norm.w" if "norm" in weight else f"L{layer}.{kind}_{letter}"
 
 
 def _within(layer: int, letter: str, constant: Constant) -> Constant:
-    """What acts between queries, keys and values and what heads give, by the name that it has where it is read."""
+    """Return a constant that acts between queries, keys and values and the heads' outputs, under its usual name."""
     name = constant.name
     if "norm" in name:
         name = _name(layer, letter, name)

@@ -1,9 +1,9 @@
-"""The exact difference of two runs: a linear map of what differs between their inputs, with nothing held.
+"""The exact difference of two runs: a linear map of the difference of their inputs, in which nothing is held fixed.
 
-The frozen operator of one run cannot see what acts by changing attention, activation ratios or norm scales. Between
-two runs every part of a transformer has an exact secant (`tensorlens_tl.algebra.secants`), so that the difference of
-any two activations is a linear map of the difference of the streams that enter, plus what else differs: the weights of
-two models. Each of those constants is the bias of its map.
+The frozen operator of one run misses effects through changes of attention, activation ratios or norm scales. Between
+two runs every part of a transformer has an exact secant (`tensorlens_tl.algebra.secants`), so the difference of any two
+activations is a linear map of the difference of the input streams, plus constants for other differences, such as the
+weights of two models. Each of those constants is the bias of its map.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,20 +31,20 @@ from tensorlens_tl.passes.two_runs.maps import SecantMaps
 
 QUESTION = "a difference of two runs"
 ROUNDING = 64
-"""Units of rounding that a run's own numbers may be off by, in a difference of two of them."""
+"""The rounding error of a run's own numbers, in units of rounding, when two runs are subtracted."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Difference(Linearisation):
     """Two runs and the exact linear map between their differences; `difference` returns one.
 
-    Every activation of it is the first run's minus the second's.
+    Each of its activations is the first run's minus the second's.
 
     Attributes:
         a, b: the two runs.
         maps: the parts of every block as secants.
-        errors: how far each block's map is from the difference of its outputs, by ``"blocks.0"`` … and ``"head"``,
-            relative to the difference and to the rounding of what it is the difference of.
+        errors: the error of each block's map, by ``"blocks.0"`` … and ``"head"``, relative to the difference of the
+            block's outputs plus their rounding.
     """
 
     a: FrozenPass
@@ -61,12 +61,12 @@ class Difference(Linearisation):
 
     @property
     def runs(self) -> tuple[FrozenPass, FrozenPass]:
-        """Both."""
+        """Both runs."""
         return self.a, self.b
 
     @property
     def view(self) -> ModelView:
-        """The reading of the first model's weights."""
+        """The reader of the first model's weights."""
         return self.a.view
 
     @property
@@ -102,45 +102,45 @@ class Difference(Linearisation):
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """How each block is put together."""
+        """The layout of each block: how it is composed."""
         return self.maps.layouts
 
     @property
     def tolerance(self) -> float:
-        """The largest error that a proof may show."""
+        """The largest error that a proof allows."""
         return max(self.a.tolerance, self.b.tolerance)
 
     @property
     def causal(self) -> bool:
-        """Whether no layer attends forwards, in either run."""
+        """Whether no layer attends to later positions, in either run."""
         return self.a.causal and self.b.causal
 
     @property
     def sides(self) -> tuple[int, int] | None:
-        """How many positions are an encoder's and a decoder's, the same in both runs; None where there is one stack."""
+        """The numbers of encoder and decoder positions, the same in both runs; None if there is one stack."""
         return self.a.sides
 
     @property
     def soft_cap(self) -> None:
-        """None: a difference of two capped numbers is no cap of their difference. Sums explain it before the cap."""
+        """None: the difference of two capped logits is not a capped difference. Sums explain it before the cap."""
         return None
 
     @property
     def row_bytes(self) -> int:
-        """What one vector allocates at most on its way through the blocks."""
+        """The maximal bytes that one vector allocates on its way through the blocks."""
         return self.maps.row_bytes
 
     @property
     def of_one_model(self) -> bool:
-        """Whether both runs are of one model; else weights differ as well."""
+        """Whether both runs are of one model; otherwise weights differ as well."""
         return self.a.model is self.b.model
 
     def activation(self, name: str) -> Tensor:
-        """The difference of the activations at one hook point."""
+        """Return the difference of the activations at one hook point."""
         return self.a.activation(name) - self.b.activation(name)
 
     def resid_pre(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
-        """The difference of the streams that enter a block; ``layer == n_layers``: of the last block's outputs."""
+        """Return the difference of the streams entering a block; ``layer == n_layers``: of the last block's outputs."""
         return self.a.resid_pre(layer) - self.b.resid_pre(layer)
 
     @property
@@ -149,18 +149,18 @@ class Difference(Linearisation):
         return self.a.output - self.b.output
 
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
-        """The difference of what is unembedded."""
+        """Return the difference of the unembedded streams."""
         return self.a.unembedded() - self.b.unembedded()
 
     def check_fresh(self) -> None:
-        """Raise `FrozenModelError` if a model is no longer that of its run."""
+        """Raise `FrozenModelError` if a model has changed since its run."""
         self.a.check_fresh()
         self.b.check_fresh()
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompts; what the second run adds is called ``"second …"``.
+        """Return what results depend on besides the prompts; entries of the second run are called ``"second …"``.
 
-        Of one model these are facts that differ; of two models they are all of them.
+        For one model these are only entries that differ; for two models, all of them.
         """
         first = self.a.provenance()
         second = self.b.provenance()
@@ -179,11 +179,11 @@ class Difference(Linearisation):
         final_norm: bool | None = None,
         rule: FrozenRule = "frozen",
     ) -> FrozenOperator:
-        """The difference as one linear map, from ``blocks.0`` input to the final norm's output (or the last block's).
+        """Return the difference as a linear map, from ``blocks.0`` input to the final norm's (or last block's) output.
 
         Args:
             layers, heads, mlp, final_norm: as in `FrozenPass.operator`.
-            rule: of no effect: an activation's secant is its own.
+            rule: has no effect: the secant of an activation is unique.
 
         >>> other = tlens.freeze(model, text.replace("red", "blue"))
         >>> op = tlens.difference(frozen, other).operator()
@@ -195,15 +195,15 @@ class Difference(Linearisation):
     def stages(
         self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
-        """Consecutive blocks as maps of the difference."""
+        """Return consecutive blocks as maps of the difference."""
         return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
-        """The secant of the final norm, or None."""
+        """Return the secant of the final norm, or None."""
         return self.maps.final_map()
 
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """The secant of what lies between output and unembedding; None where nothing does."""
+        """Return the secant of the map between output and unembedding, or None."""
         return self.maps.prediction_head(rule)
 
     # ------------------------------------------------------------------ logits
@@ -211,13 +211,13 @@ class Difference(Linearisation):
     def logit_vectors(
         self, ids: Int[Tensor, "batch query"], positions: Int[Tensor, "batch query"]
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
-        """The mean directions of some tokens' logits, and what their difference adds: x̄·ΔW_U + Δb_U.
+        """Return the mean directions of some tokens' logits, and the effect of their difference: x̄·ΔW_U + Δb_U.
 
         Raises:
             UnsupportedModelError: see `FrozenPass.logit_vectors`.
         """
         vectors_a, constant_a = self.a.logit_vectors(ids, positions)
-        vectors_b, constant_b = self.b.logit_vectors(ids, positions)  # each compares its run's logits
+        vectors_b, constant_b = self.b.logit_vectors(ids, positions)  # each checks its run's logits
         if self.of_one_model:
             return vectors_a, torch.zeros_like(constant_a)
         states = (self.a.unembedded() + self.b.unembedded()) / 2
@@ -229,28 +229,28 @@ class Difference(Linearisation):
 
     @cached_property
     def allowed_gap(self) -> float:
-        """The largest gap that a sum may show."""
+        """The largest gap allowed for a sum."""
         return max(self.tolerance, sum(self.errors.values()))
 
     @cached_property
     def rounding(self) -> float:
-        """The share of their own size that the runs' numbers may be off by: no more than their proofs allow."""
+        """The relative rounding error of the runs' numbers, at most what their proofs allow."""
         return min(self.tolerance, ROUNDING * _epsilon(self))
 
     def noise(self, unembedded: bool) -> Float[Tensor, "batch pos"]:
-        """The length of what rounding of the two runs may leave in `output`, or in what is unembedded."""
+        """Return the length of possible rounding errors of the two runs in `output`, or in the unembedded stream."""
         states = [frozen.unembedded() if unembedded else frozen.output for frozen in (self.a, self.b)]
         lengths = [upcast(state).norm(dim=-1) for state in states]
         return self.rounding * (lengths[0] + lengths[1])
 
     def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """A sum computed from this difference, unchanged, after a look at its gap.
+        """Return a sum computed from this difference, unchanged, after checking its gap.
 
-        Warns (`GapWarning`) where that, less the `noise` that rounding of the two runs' numbers explains, is above
-        `allowed_gap`: a difference that is itself rounding is no error of the map. Its gap still says that it is.
+        Warns (`GapWarning`) if the gap minus the `noise` due to rounding of the two runs is above `allowed_gap`: a
+        difference that is itself rounding is not an error of the map. The reported gap includes the noise.
 
         Raises:
-            NumericalError: instead of the warning, if a run was frozen with ``strict=True``; or a gap that is NaN.
+            NumericalError: instead of the warning, if a run was frozen with ``strict=True``; or the gap is NaN.
         """
         gap = float((torch.as_tensor(result.gap) - noise).max())
         refuse_nan(f"the gap of these {type(result).__name__}", gap)
@@ -258,7 +258,7 @@ class Difference(Linearisation):
             return result
         message = (
             f"{type(result).__name__}: its parts miss the difference of the models' own numbers by {gap:.1e} of their "
-            f"size beyond rounding, and the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
+            f"size beyond rounding, but the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
         )
         if self.a.strict or self.b.strict:
             raise NumericalError(message)
@@ -273,13 +273,13 @@ def _of_both(first: str, second: str) -> str:
 @checked_names
 @one_question
 def difference(a: PassLike, b: PassLike) -> Difference:
-    """The exact difference of two runs, proved block by block.
+    """Return the exact difference of two runs, verified block by block.
 
-    Nothing is frozen but the routing of experts: their choice is not a linear function of the input, so a changed
-    routing is a separate constant, named ``"L{layer}.routing"``. If both runs are the same, the map is the model's
-    Jacobian, with the routing fixed.
+    Only the routing of experts is frozen: their choice is not a linear function of the input, so a changed routing is a
+    separate constant, named ``"L{layer}.routing"``. If both runs are the same, the map is the model's Jacobian with the
+    routing fixed.
 
-    A vector that a hook adds to the stream of one run only is a constant, named after the hook point. So is a patch:
+    A vector that a hook adds to the stream of only one run is a constant, named after the hook point. So is a patch:
     its constant is the patched value minus the value that it replaced, so that earlier differences still pass.
 
     The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
@@ -296,9 +296,9 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     Raises:
         InvalidInputError: not two frozen passes; prompts that differ in number, length or padding; different
             architectures or vocabularies.
-        UnsupportedModelError: a part whose response to another input cannot be read (such as attention scores), or a
-            block that the map does not reproduce.
-        FrozenModelError: a model changed after its run.
+        UnsupportedModelError: the response of a part (such as attention scores) to another input cannot be read, or the
+            map does not reproduce a block.
+        FrozenModelError: a model has changed since its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
     >>> change = tlens.attribute(tlens.difference(frozen, other), " value")
@@ -331,7 +331,7 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
 
 
 def _apart(a: FrozenPass, b: FrozenPass) -> str:
-    """Which tokens stand between where two prompts first differ and where they last do; nothing of several prompts."""
+    """Return the tokens between the first and the last difference of two prompts; empty for several prompts."""
     if len(a.tokens) != 1 or len(b.tokens) != 1:
         return ""
     first, second = ([t for t, real in zip(of.str_tokens[0], of.mask[0], strict=True) if real] for of in (a, b))
@@ -341,20 +341,20 @@ def _apart(a: FrozenPass, b: FrozenPass) -> str:
 
 
 def _alike(first: list[str], second: list[str]) -> int:
-    """How many tokens two prompts begin with alike."""
+    """Return the length of the common prefix of two prompts, in tokens."""
     pairs = zip(first, second, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
-"""What two models of one architecture have in common, by the names of their configuration."""
+"""The configuration entries that two models of one architecture must share."""
 
 
 def check_one_architecture(a: ModelView, b: ModelView) -> None:
-    """Refuse, before any work, two models whose weights or tokens do not stand for the same things.
+    """Refuse, before any work, two models whose weights or tokens do not correspond.
 
     Raises:
-        InvalidInputError: other sizes, other parts of a block, or other vocabularies.
+        InvalidInputError: the models differ in sizes, in the parts of a block, or in their vocabularies.
     """
     sizes_a, sizes_b = (
         {name: getattr(view.cfg, name, None) for name in SIZES} | {"d_vocab": view.d_vocab} for view in (a, b)
@@ -373,13 +373,13 @@ def check_one_architecture(a: ModelView, b: ModelView) -> None:
     tokenizers = (a.tokenizer, b.tokenizer)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         raise InvalidInputError(
-            f"difference: {a.description} and {b.description} have different vocabularies, so that the same token ids "
-            "are different tokens."
+            f"difference: {a.description} and {b.description} have different vocabularies, so the same token ids are "
+            "different tokens."
         )
 
 
 def _parts(block: BlockView) -> str:
-    """Which norms and MLP a block has, in words."""
+    """Describe the norms and the MLP of a block."""
     names = sorted(block.norms)
     if block.has_mlp:
         names.append(block.parts.mlp_name)
@@ -391,7 +391,7 @@ def _parts(block: BlockView) -> str:
 
 
 def _act_otherwise(block: BlockView, other: BlockView) -> bool:
-    """Whether the MLPs of two blocks have activation functions that give other numbers."""
+    """Return whether the MLPs of two blocks have different activation functions."""
     with block.loaded(), other.loaded():
         ours, theirs = (getattr(of.mlp, "activation", None) for of in (block, other))
     if ours is None or theirs is None:
@@ -401,10 +401,10 @@ def _act_otherwise(block: BlockView, other: BlockView) -> bool:
 
 
 def _errors(difference: Difference) -> dict[str, float]:
-    """How far each block's map, and what follows the last, is from the difference of its outputs.
+    """Return the error of each block's map, and of the maps after the last block.
 
     Raises:
-        UnsupportedModelError: further than the tolerance.
+        UnsupportedModelError: an error exceeds the tolerance.
     """
     errors: dict[str, float] = {}
     a, b = difference.a, difference.b
@@ -418,7 +418,7 @@ def _errors(difference: Difference) -> dict[str, float]:
         ours = Chain(tuple(after))(difference.resid_pre(difference.n_layers))
         errors["head"] = _error(difference, ours, *states)
     for name, error in errors.items():
-        refuse_nan(f"difference: what the map of {name} gives", error)
+        refuse_nan(f"difference: the output of the map of {name}", error)
         if not error <= difference.tolerance:
             raise UnsupportedModelError(
                 f"difference: the map of {name} of this {difference.view.description} does not give the difference of "
@@ -428,32 +428,32 @@ def _errors(difference: Difference) -> dict[str, float]:
 
 
 def _suspects(a: FrozenPass, b: FrozenPass) -> str:
-    """What may have changed a run inside a block, and what to do."""
+    """Return possible causes of a changed block, and what to do."""
     for frozen in (a, b):
         if not bool(frozen.resid_pre(0)[frozen.mask].any(-1).all()):
             return (
-                "The stream of a token is zero in one run, where a norm's scale is no more than its epsilon and what "
-                "it gives is rounding: use another baseline, such as 'mean'."
+                "The stream of a token is zero in one run, so the scale of a norm is just its epsilon and its output "
+                "is rounding: use another baseline, such as 'mean'."
             )
     hooks = dict.fromkeys([*a.capture.hooks_in(), *b.capture.hooks_in()])
     if hooks:
         return (
-            f"Hooks stood on the model ({', '.join(hooks)}), and what they change inside a block is not read: freeze "
-            "both runs without them, or ask about each run by itself."
+            f"There were hooks on the model ({', '.join(hooks)}), whose changes inside a block are not supported: "
+            "freeze both runs without them, or explain each run separately."
         )
     dtypes = [str(frozen.resid_pre(0).dtype).removeprefix("torch.") for frozen in (a, b)]
     if dtypes[0] != dtypes[1]:
         return (
-            f"One run is in {dtypes[0]}, the other in {dtypes[1]}: what differs is mostly rounding. Load both models "
+            f"One run is in {dtypes[0]}, the other in {dtypes[1]}: the difference is mostly rounding. Load both models "
             "in one dtype."
         )
     if a.model is not b.model:
-        return "The two models seem to be of two architectures: ask about each run by itself."
-    return "A part responds to another input in another way than its weights say: ask about each run by itself."
+        return "The two models seem to have different architectures: explain each run separately."
+    return "A part responds to another input in a different way than its weights imply: explain each run separately."
 
 
 def _epsilon(difference: Difference) -> float:
-    """The relative rounding of the narrowest dtype that two runs compute in, their norms and softmax included."""
+    """Return the rounding unit of the narrowest dtype in which two runs compute, including norms and softmax."""
     runs = (difference.a, difference.b)
     coarsest = max(torch.finfo(frozen.resid_pre(0).dtype).eps for frozen in runs)
     errors = map(difference.maps.pattern_error, range(difference.n_layers))
@@ -464,7 +464,7 @@ def _epsilon(difference: Difference) -> float:
 
 
 def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> float:
-    """The largest error of a real token, relative to the difference and to the rounding of what it is taken of."""
+    """Return the largest error of a real token, relative to the difference plus the rounding of its terms."""
     mask = difference.mask
     expected = upcast(of_a) - upcast(of_b)
     rounding = difference.rounding / difference.tolerance

@@ -1,6 +1,6 @@
-"""The scores of two runs of a layer's attention, and the secant of scores and softmax together.
+"""The attention scores of a layer in two runs, and the joint secant of scores and softmax.
 
-The softmax of either run is taken once: its logarithms give the logarithmic means, its shares the comparison with the
+The softmax of either run is computed once: its logarithms give the logarithmic means, its values are compared with the
 model's own pattern.
 """
 
@@ -22,15 +22,15 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 
 @dataclass(frozen=True, eq=False)
 class RunScores:
-    """One run's attention scores, and what follows from them at once.
+    """One run's attention scores, and tensors computed from them.
 
     Attributes:
-        reading: how they are computed.
-        queries, keys: as their product takes them.
-        raw: before soft cap and what is added for positions.
-        capped: after the soft cap; the same where there is none.
-        totals: the logarithm of the sum of their exponentials over the keys that count; −inf of rows without any.
-        logs: of the softmax over these keys; −inf of others.
+        reading: how the scores are computed.
+        queries, keys: as they enter their product.
+        raw: before soft cap and position biases.
+        capped: after the soft cap, if there is one.
+        totals: the logsumexp over unmasked keys; −inf for rows without any.
+        logs: the log-softmax over unmasked keys; −inf for others.
         shares: the softmax.
     """
 
@@ -47,7 +47,7 @@ class RunScores:
     def of(
         cls, reading: ScoreReading, queries: Tensor, keys: Tensor, masked: Bool[Tensor, "batch head query key"]
     ) -> "RunScores":
-        """From queries and keys before rotation; a key is `masked` where it has no weight in either run."""
+        """Compute the scores from queries and keys before rotation; a `masked` key has no weight in either run."""
         q, k = reading.rotated(queries, keys)
         raw = grouped_products(reading.scale * q, k)
         capped = reading.capped(raw)
@@ -61,7 +61,7 @@ class RunScores:
         return cls(reading, q, k, raw, capped, (largest + sums.log())[..., 0], logs, shares.div_(sums))
 
     def error(self, pattern: Float[Tensor, "batch head query key"]) -> float:
-        """The largest error of a probability of the model's own pattern, each row's own sum kept."""
+        """Return the largest error of a probability against the model's own pattern, keeping its row sums."""
         return float((self.shares * pattern.sum(-1, keepdim=True)).sub_(pattern).abs_().max())
 
     def log_pattern(
@@ -69,7 +69,7 @@ class RunScores:
     ) -> tuple[
         Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"], Float[Tensor, "batch head query"]
     ]:
-        """ln of the pattern, the pattern, and ln of what a sink takes; −inf of keys, and rows, that are masked."""
+        """Return ln of the pattern, the pattern, and ln of a sink's share; −inf for masked keys and rows."""
         if sinks is None:
             return self.logs, self.shares, torch.full_like(self.totals, -torch.inf)
         with_sink = torch.logaddexp(self.totals, sinks[:, None])
@@ -79,14 +79,14 @@ class RunScores:
 
 @dataclass(frozen=True, eq=False)
 class TwoScores:
-    """What two runs of a layer make their scores of.
+    """The attention scores of a layer in two runs.
 
     Attributes:
-        a, b: the scores of either.
+        a, b: the scores of either run.
         queries, keys: before rotation.
-        mean_pattern: zero at queries that are padding.
-        sinks: the scores of either run's attention sinks; one tensor where both are of one model.
-        error: the largest error of a probability of the two patterns, as their scores give them.
+        mean_pattern: the mean pattern, zero at queries that are padding.
+        sinks: the scores of either run's attention sinks; the same tensor for one model.
+        error: the largest error of a probability in the two patterns recomputed from the scores.
     """
 
     a: RunScores
@@ -109,14 +109,14 @@ class TwoScores:
         *,
         crossing: bool = False,
     ) -> "TwoScores":
-        """Compute them, and compare the softmax of either run's with its pattern.
+        """Compute the scores, and compare either run's softmax with its pattern.
 
         Args:
             a, b: the two runs.
-            layer: which block.
-            readings: how either computes its scores; of two models each has its table of relative positions.
+            layer: the block.
+            readings: how either run computes its scores; two models each have their own relative positions.
             queries, keys: before rotation.
-            crossing: whether they are those of cross-attention.
+            crossing: whether the scores are those of cross-attention.
 
         Raises:
             UnsupportedModelError: the scores do not give the pattern, or only one of two models has sinks.
@@ -132,33 +132,33 @@ class TwoScores:
         sinks = _sinks((in_a, in_b), patterns, of_one_model, max(a.tolerance, b.tolerance))
         if (sinks[0] is None) != (sinks[1] is None):
             raise UnsupportedModelError(
-                f"difference: {a.view.blocks[layer].name} has attention sinks in one of two models only, whose effect "
-                "is no finite sum. Ask about each run by itself."
+                f"difference: {a.view.blocks[layer].name} has attention sinks in only one of the two models, whose "
+                "effect is not a finite sum. Explain each run separately."
             )
         return cls(in_a, in_b, queries, keys, mean_pattern, sinks, max(errors))
 
     @property
     def rotation(self) -> tuple[Rotation, ...]:
-        """What comes between queries, or keys, and their product."""
+        """The rotation of queries, or keys, before their product."""
         rotation = self.a.reading.rotation
         return () if rotation is None else (Rotation.of(rotation),)
 
     @property
     def relative_change(self) -> Float[Tensor, "head query key"] | None:
-        """What two models' relative positions differ by; None where they do not."""
+        """The difference of two models' relative positions; None if there is none."""
         first, second = self.a.reading.relative, self.b.reading.relative
         if first is None or second is None or same(first, second):
             return None
         return first - second
 
     def one_hot(self, of: str) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
-        """The secant of heads whose values are one-hot, so that they give their patterns, or their scores.
+        """Return the secant of heads with one-hot values, whose outputs are their patterns, or their scores.
 
         Args:
             of: ``"pattern"``, or ``"score"``: before a soft cap, ALiBi and the softmax.
 
         Returns:
-            The secant, ``[.., d_head] -> [.., (head key)]`` of every query, and constants as of `secant`.
+            The secant, ``[.., d_head] -> [.., (head key)]`` of every query, and constants as in `secant`.
         """
         batch, _, _, keys = self.mean_pattern.shape
         secant, constants = self.secant(torch.eye(keys).to(self.mean_pattern).expand(batch, 1, -1, -1))
@@ -174,13 +174,14 @@ class TwoScores:
     def secant(
         self, mean_values: Float[Tensor, "batch kv key d_value"]
     ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
-        """The secant of softmax and scores together, and what heads give because constants of the scores differ.
+        """Return the joint secant of softmax and scores, and the effects of differing constants on the heads' outputs.
 
         Args:
-            mean_values: what heads mix, the mean of both runs.
+            mean_values: the heads' values, the mean of both runs.
 
         Returns:
-            The secant, and what heads give, by name, because two models differ in their sinks or relative biases.
+            The secant, and by name the effects on the heads' outputs of differing sinks or relative biases of two
+            models.
         """
         reading = self.a.reading
         log_a, share_a, rest_a = self.a.log_pattern(self.sinks[0])
@@ -199,7 +200,7 @@ class TwoScores:
         constants: dict[str, Tensor] = {}
         sinks = self.sinks
         if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
-            taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
+            taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key in proportion
             constants["sinks"] = -(taken * secant.centres).flatten(-2)
         change = self.relative_change
         if change is not None:
@@ -212,7 +213,7 @@ class TwoScores:
 def _patterns(
     a: BlockMaps, b: BlockMaps, layer: int, *, crossing: bool
 ) -> tuple[Float[Tensor, "batch head query key"], Float[Tensor, "batch head query key"]]:
-    """The patterns of two runs, zero at queries that are padding: their positions, and scores, may count otherwise."""
+    """Return the patterns of two runs, zero at queries that are padding, whose positions and scores may differ."""
     pattern_a, pattern_b = (
         upcast(maps.capture.cross_pattern(layer) if crossing else maps.capture.pattern(layer)) for maps in (a, b)
     )
@@ -224,10 +225,10 @@ def _patterns(
 
 
 def _check_errors(a: BlockMaps, b: BlockMaps, layer: int, errors: tuple[float, float], *, crossing: bool) -> None:
-    """Refuse runs whose patterns their scores do not give.
+    """Refuse runs whose patterns do not follow from their scores.
 
     Raises:
-        UnsupportedModelError: says of which run.
+        UnsupportedModelError: names the run.
     """
     if errors[0] <= a.tolerance and errors[1] <= b.tolerance:
         return
@@ -238,9 +239,9 @@ def _check_errors(a: BlockMaps, b: BlockMaps, layer: int, errors: tuple[float, f
     if not errors[0] <= a.tolerance:
         raise unread(a, layer, errors[0], crossing=crossing)
     raise UnsupportedModelError(
-        f"difference: {name} of this {b.view.description} makes its attention scores in one way in the first run and "
-        f"in another in the second (its pattern is off by {errors[1]:.1e}). Freeze both runs without other hooks, or "
-        "ask about each by itself."
+        f"difference: {name} of this {b.view.description} computes its attention scores in one way in the first run "
+        f"and in another in the second (its pattern is off by {errors[1]:.1e}). Freeze both runs without other hooks, "
+        "or explain each run separately."
     )
 
 
@@ -250,7 +251,7 @@ def _sinks(
     of_one_model: bool,
     tolerance: float,
 ) -> tuple[Float[Tensor, "head"] | None, Float[Tensor, "head"] | None]:
-    """The scores of either run's sinks; one tensor where both are of one model."""
+    """Return the scores of either run's sinks; the same tensor for one model."""
     totals = [run.totals for run in scores]
     if of_one_model:
         shared = _sink_scores(totals, [*patterns], tolerance)
@@ -264,7 +265,7 @@ def _sink_scores(
     patterns: list[Float[Tensor, "batch head query key"]],
     tolerance: float,
 ) -> Float[Tensor, "head"] | None:
-    """Each head's score of its attention sink, from the row that it takes the largest share of; None without sinks."""
+    """Return each head's sink score, from the row with the sink's largest share; None without sinks."""
     sums = torch.cat([pattern.sum(-1).transpose(0, 1).flatten(1) for pattern in patterns], dim=1)
     real = sums > 0
     if bool(((1 - sums).abs() <= tolerance)[real].all()):

@@ -1,4 +1,4 @@
-"""What the parts of a block read and held in one run: the numbers that a secant is drawn between."""
+"""The inputs and intermediate values of a block's parts in one run, between which secants are drawn."""
 
 from dataclasses import dataclass, replace
 
@@ -24,11 +24,11 @@ CROSS_HEADS = "cross heads"
 
 @dataclass(frozen=True, eq=False)
 class CrossValues:
-    """Cross-attention of one decoder block of one run.
+    """The cross-attention of one decoder block in one run.
 
     Attributes:
-        streams: what its queries, keys and values are read from.
-        heads: what its heads gave, side by side, before W_O.
+        streams: the inputs of its queries, keys and values.
+        heads: the heads' outputs, concatenated, before W_O.
     """
 
     streams: CrossStreams
@@ -37,12 +37,12 @@ class CrossValues:
 
 @dataclass(frozen=True, eq=False)
 class HiddenValues:
-    """What an MLP's neurons read and make of it in one run, as the pass holds them.
+    """The inputs and outputs of an MLP's neurons in one run, as stored by the pass.
 
     Attributes:
-        pre: the pre-activation; of a gated MLP the gate's.
+        pre: the pre-activation; in a gated MLP that of the gate.
         activated: φ of it.
-        linear: what a gated MLP multiplies that by; None of a plain one.
+        linear: the factor of φ in a gated MLP; None in a plain one.
     """
 
     pre: Float[Tensor, "batch pos d_mlp"]
@@ -52,16 +52,16 @@ class HiddenValues:
 
 @dataclass(frozen=True, eq=False)
 class BlockValues:
-    """One block of one run, at the positions that the block acts on.
+    """One block in one run, at the positions that the block acts on.
 
     Attributes:
-        norms: what each norm read, by its name.
-        attention: what attention, or what stands in its place, read after the norm before it.
-        heads: what its heads gave, side by side, before a gate, a norm and W_O; what a mixer gave before W_O.
-        mlp: what the MLP read; None without one.
-        experts: what each part of a mixture of experts read, by name.
-        cross: of cross-attention; None without.
-        values: those of attention's heads, side by side; None of what stands in its place.
+        norms: the input of each norm, by name.
+        attention: the input of attention, or of the mixer in its place, after the norm before it.
+        heads: the heads' outputs, concatenated, before a gate, a norm and W_O; a mixer's output before W_O.
+        mlp: the input of the MLP; None without one.
+        experts: the input of each part of a mixture of experts, by name.
+        cross: the values of cross-attention; None without it.
+        values: the values of attention's heads, concatenated; None for another mixer.
     """
 
     norms: dict[str, Float[Tensor, "batch pos d_model"]]
@@ -74,12 +74,7 @@ class BlockValues:
 
 
 def block_values(maps: BlockMaps, layer: int) -> BlockValues:
-    """Run one block's frozen map at its own input, and note what its parts read.
-
-    Args:
-        maps: of the run.
-        layer: which block.
-    """
+    """Run one block's frozen map at its own input, and record the inputs of its parts."""
     seen: dict[str, Tensor] = {}
     parts = maps.parts(layer)
     norms = {name: Chain((Tap(seen, name), norm)) for name, norm in parts.norms.items()}
@@ -99,16 +94,16 @@ def block_values(maps: BlockMaps, layer: int) -> BlockValues:
     cross = _cross_values(maps, layer, seen)
     place = maps.layouts[layer].cross
     if cross is not None and place is not None and place.before is not None:
-        read[place.before] = cross.streams.queries  # with the pattern held, nothing goes through that norm
+        read[place.before] = cross.streams.queries  # with a held pattern, that norm is not evaluated
     return BlockValues(
         read | inner_norms, seen[ATTENTION], seen[HEADS], seen.get(MLP), experts, cross, seen.get(VALUES)
     )
 
 
 def hidden_values(maps: BlockMaps, layer: int) -> HiddenValues | None:
-    """What the neurons of a block's MLP read and gave; None where the pass does not hold it (experts, inner norms).
+    """Return the inputs and outputs of an MLP's neurons; None if the pass does not store them (experts, inner norms).
 
-    Where the pass holds ratios, φ(z) is the ratio times z: an activation costs more than a product of its size.
+    If the pass stores ratios, φ(z) is the ratio times z: an activation costs more than a product of its size.
     """
     points = maps.points.blocks[layer]
     weights = maps.view.blocks[layer].dense_mlp
@@ -126,14 +121,14 @@ def hidden_values(maps: BlockMaps, layer: int) -> HiddenValues | None:
 
 
 def known(a: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Values of two runs, or None where those of a run are not known."""
+    """Return the values of two runs, or None if one of them is unknown."""
     if a is None or b is None:
         return None
     return a, b
 
 
 def _tapped_crossing(within: Within, seen: dict[str, Tensor]) -> Within:
-    """Where a block acts, with cross-attention's ends noted."""
+    """Return where a block acts, with taps at cross-attention's ends."""
     if within.read is None or within.out is None:
         return within
     read = Chain((Tap(seen, CROSSING), within.read))
@@ -141,7 +136,7 @@ def _tapped_crossing(within: Within, seen: dict[str, Tensor]) -> Within:
 
 
 def _cross_values(maps: BlockMaps, layer: int, seen: dict[str, Tensor]) -> CrossValues | None:
-    """What was noted at cross-attention's ends; None without it."""
+    """Return the recorded values at cross-attention's ends; None without it."""
     if CROSSING not in seen:
         return None
     start, stop = maps.capture.side(layer)
@@ -150,7 +145,7 @@ def _cross_values(maps: BlockMaps, layer: int, seen: dict[str, Tensor]) -> Cross
 
 
 def _tapped_mlp(maps: BlockMaps, layer: int, mlp: AffineMap, seen: dict[str, Tensor]) -> AffineMap:
-    """The MLP, as far as something reads what it or its parts write."""
+    """Return the MLP, with taps for experts with norms around them; zero if nothing in the block reads its output."""
     weights = maps.view.blocks[layer].mlp
     if isinstance(weights, ExpertsWeights) and weights.around:
         parts = maps.experts(layer).items()
@@ -170,7 +165,7 @@ def _written(name: str) -> str:
 def _experts_values(
     maps: BlockMaps, layer: int, seen: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the parts of a mixture of experts read, and the norms around them."""
+    """Return the inputs of the parts of a mixture of experts, and of the norms around them."""
     weights = maps.view.blocks[layer].mlp
     if not isinstance(weights, ExpertsWeights):
         return {}, {}
@@ -184,7 +179,7 @@ def _experts_values(
 def per_layer_values(
     maps: BlockMaps, layer: int
 ) -> tuple[Float[Tensor, "batch pos d_model"], Float[Tensor, "batch pos d_input"]]:
-    """What the gate of a separate input of each token reads, and that input; of a layer that has one."""
+    """Return the input of the gate for a separate input of each token, and that input, for a layer that has one."""
     points = maps.points.blocks[layer]
     assert points.per_layer is not None
     assert points.per_layer_input is not None

@@ -2,7 +2,7 @@
 
     y_i = x_i·E + y_{i−1}·S    ⟹    Δy_i = Δx_i·Ē + x̄_i·ΔE + Δy_{i−1}·S̄ + ȳ_{i−1}·ΔS
 
-The first and the third term are a whitening by the mean weights; the others are constants that enter its recursion.
+The first and the third term are a whitening with the mean weights; the others are constants that enter its recursion.
 """
 
 import torch
@@ -21,13 +21,13 @@ def whitening_secant(
     keep: Bool[Tensor, "batch pos"] | None,
     name: str,
 ) -> Chain | None:
-    """The whitening of two runs as one map; None where neither model has any.
+    """Return the whitening of two runs as one map; None if neither model has any.
 
     Args:
-        a, b: the weights of either run; None of a model without whitening, where the stream passes unchanged.
+        a, b: the weights of either run; None for a model without whitening, whose stream passes unchanged.
         read: the streams before it.
         keep: True at positions that take part; None for all.
-        name: of the whitening, whose changed weights add ``"{name}.entry"`` and ``"{name}.step"``.
+        name: the name of the whitening; the effects of changed weights are ``"{name}.entry"`` and ``"{name}.step"``.
     """
     if a is None and b is None:
         return None
@@ -42,7 +42,7 @@ def whitening_secant(
 
 
 def _identity(read: Change) -> WhiteningWeights:
-    """Weights that leave the stream as it is."""
+    """Return weights that leave the stream unchanged."""
     identity = torch.eye(read.a.shape[-1]).to(read.a)
     return WhiteningWeights(identity, torch.zeros_like(identity))
 
@@ -50,7 +50,7 @@ def _identity(read: Change) -> WhiteningWeights:
 def _before(
     y: Float[Tensor, "batch pos d_model"], keep: Bool[Tensor, "batch pos"] | None
 ) -> Float[Tensor, "batch pos d_model"]:
-    """At every position the vector of the one before it that takes part, zero where there is none."""
+    """Return at every position the vector of the previous position that takes part, zero if there is none."""
     shifted = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
     if keep is None:
         return shifted
