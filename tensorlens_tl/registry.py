@@ -751,7 +751,7 @@ def _chosen(
     if not chosen.explains_differences:
         of_two = [repr(known) for known in list_methods() if get_method(known).explains_differences]
         raise InvalidInputError(
-            f"method={name!r} explains one run. For two runs use {', '.join(of_two)}, or leave `method` out."
+            f"method={name!r} explains one run. For two runs use {', '.join(of_two)}, or pass one of the two runs."
         )
     return chosen, {}
 

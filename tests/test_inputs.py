@@ -93,7 +93,7 @@ def test_what_is_no_input_is_refused(input, message):
 
 def test_what_is_passed_twice_is_refused():
     model = tlens.load_demo_model(kind="bridge")
-    with refused("attention_mask: the input has one already"):
+    with refused("attention_mask: the input already contains it"):
         tlens.freeze(model, model.tokenizer(TEXTS, return_tensors="pt", padding=True), attention_mask=torch.ones(2, 6))
 
 

@@ -321,8 +321,8 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         lengths = [frozen.mask.sum(1).tolist() for frozen in (a, b)]
         raise InvalidInputError(
             f"difference: the prompts do not match position by position: {lengths[0]} and {lengths[1]} tokens"
-            f"{_apart(a, b)}. Both runs need the same number of prompts and of tokens, padded alike: swap "
-            "in words of as many tokens."
+            f"{_apart(a, b)}. Both runs need the same number of prompts, each with the same number of tokens and the "
+            "same padding: replace words by others with as many tokens."
         )
     a.view.require_single_streams(QUESTION)
     if a.model is not b.model:
@@ -392,12 +392,16 @@ def _parts(block: BlockView) -> str:
 
 def _act_otherwise(block: BlockView, other: BlockView) -> bool:
     """Return whether the MLPs of two blocks have different activation functions."""
-    with block.loaded(), other.loaded():
-        ours, theirs = (getattr(of.mlp, "activation", None) for of in (block, other))
-    if ours is None or theirs is None:
-        return False
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
-    return not torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    values: list[Tensor] = []
+    for of in (block, other):
+        with of.loaded():
+            phi = getattr(of.mlp, "activation", None)
+            if phi is None:
+                return False
+            # an activation with weights of its own computes where they are
+            x = torch.linspace(-6, 6, 97, dtype=torch.float64, device=next(of.module.parameters()).device)
+            values.append(phi(x).cpu())
+    return not torch.allclose(*values, rtol=1e-5, atol=1e-5)
 
 
 def _errors(difference: Difference) -> dict[str, float]:
