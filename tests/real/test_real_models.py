@@ -340,6 +340,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("texts", PAIRS, ids=lambda texts: texts[0])
 def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
     """Ten of the largest nodes and five others in live runs of 301 or 91, and the error of the rest as it is stated."""
@@ -368,6 +369,7 @@ def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
     assert float((measured.scores - patched.scores).abs().max()) <= rest["largest"]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", evaluate.LANGUAGE_TASKS)
 def test_tasks_have_pairs_that_the_model_answers(real, name):
     if (real.name, name) == ("smollm2", "pronouns"):
@@ -386,6 +388,7 @@ def test_a_contribution_graph(real, pair):
     assert graph.gap < 1e-4
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("rule", ["attnlrp", "gim", "tangent"])
 def test_a_graph_edges_and_routes_under_a_rule(real, pair, rule):
     """Every sum is the logit; edges of a run that is cut sum to the nodes of one that is not."""
@@ -458,6 +461,7 @@ def test_generated_text_spans_and_hops(real):
     assert not result.scores[..., len(real.ids(CLEAN)) :].any()  # everything is on the prompt's tokens
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("text", "names"), KNOWN.items())
 def test_the_known_source_of_an_answer_is_first(real, text, names):
     for source, other in (names, names[::-1]):
@@ -519,6 +523,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line(real, command, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": CLEAN, "answer": ANSWER, "other": OTHER}) + "\n")
