@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import close, hooks_left, some_tokens
@@ -521,7 +522,7 @@ def test_a_model_that_reads_earlier_layers_is_run_whole(name, monkeypatch):
     expected = circuits.total_effects(frozen, 5, live=True).scores
     output = Form.output
     monkeypatch.setattr(Form, "output", lambda self, stream: output(self, stream + 1))
-    effects = circuits.total_effects(frozen, 5, live=True, nodes=["L1H0", "MLP1"])
+    effects = circuits.total_effects(frozen, 5, live=True, nodes=np.array(["L1H0", "MLP1"]))
     assert close(effects.scores, expected[..., [5, 9]], atol=1e-6)
 
 

@@ -39,7 +39,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, formerly, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain, whole_number
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
 from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
@@ -287,10 +287,11 @@ def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
     """
     if nodes is None:
         return list(range(len(names)))
-    unknown = [node for node in nodes if node not in names]
-    if unknown or not nodes or isinstance(nodes, str):
+    chosen = plain(nodes)  # of an array, or a column of a table
+    listed = isinstance(chosen, list | tuple) and bool(chosen)
+    if not listed or not all(node in names for node in chosen):
         raise InvalidInputError(f"nodes={nodes!r}: name some of {', '.join(names[:6])}, … in a list.")
-    return [names.index(node) for node in nodes]
+    return [names.index(node) for node in chosen]
 
 
 def _frozen(
