@@ -157,7 +157,7 @@ def _changed(
     hook: Any,
     earlier: EarlierLayers,
     marked: Bool[Tensor, "copy batch pos part 1"],
-    replacement: Float[Tensor, "1 batch pos part width"] | None,
+    replacement: Float[Tensor, "_one_or_copy batch pos part width"] | None,
 ) -> Tensor:
     """Return a hook point's values in copies of the prompts, with the marked parts replaced or zeroed.
 
