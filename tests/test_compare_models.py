@@ -662,7 +662,7 @@ def test_no_such_route_or_layer():
         by["sideways"]
     with pytest.raises(InvalidInputError, match="layer"):
         by.at(3)
-    with pytest.raises(InvalidInputError, match="top: of a ChangeRoutes it needs layer=; pass one, as in layer=0"):
+    with pytest.raises(InvalidInputError, match="top: a ChangeRoutes needs layer=, as in layer=0"):
         by.top(2)
 
 

@@ -461,7 +461,7 @@ def test_bad_input_is_refused_before_anything_is_written(gpt2, tmp_path, rows, o
         ("a.jsonl", b'{"text": "\xef\xef"}', "is not UTF-8"),
         ("a.csv", b"text\nna\xefve\n", "is not UTF-8"),
         ("a.csv", b"text,id\nyes, but,1\n", "line 2 of .* has more fields"),
-        ("a.csv", b"text,text\na,b\n", "two columns 'text'"),
+        ("a.csv", b"text,text\na,b\n", "two columns named 'text'"),
         ("a.csv", b"text\n" + b"x" * 200_000, "line . of .* field limit"),
         ("a.parquet", b"nothing", "is not a Parquet file"),
     ],
@@ -664,7 +664,7 @@ def test_a_manifest_that_was_half_written_is_in_nobodys_way(gpt2, tmp_path):
 def test_damaged_and_foreign_folders(gpt2, tmp_path, many_shards):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(tlens.InvalidInputError, match=r"holds 'a.txt' and no manifest"):
+    with pytest.raises(tlens.InvalidInputError, match=r"contains 'a.txt' and no manifest"):
         run(gpt2, tmp_path / "notes")
     assert [file.name for file in (tmp_path / "notes").iterdir()] == ["a.txt"]
     with pytest.raises(tlens.InvalidInputError, match="that is a file"):

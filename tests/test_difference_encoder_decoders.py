@@ -482,7 +482,7 @@ def test_a_token_of_one_vocabulary_alone_is_no_baseline():
     sizes = {"decoder_vocab_size": 60, "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
     model = build_bridge("marian", **sizes)
     frozen = tlens.freeze(model, [[3, 4, 5]], decoder_input_ids=[[1, 55]])
-    with pytest.raises(tlens.InvalidInputError, match="token id 55 is not in the vocabularies of both sides"):
+    with pytest.raises(tlens.InvalidInputError, match="token id 55 must be in the vocabularies of both sides"):
         tlens.attribute(frozen, 57, method="difference", baseline=55)
     for baseline in ("mean", 7, [3, 9, 8], [3, 4, 5, 1, 58]):
         assert float(tlens.attribute(frozen, 57, method="difference", baseline=baseline).gap.max()) < 1e-9

@@ -498,7 +498,7 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
             with pytest.raises(tlens.InvalidInputError, match=r"nodes=.*name some of L0H0"):
                 circuits.total_effects(frozen, " raised", nodes=wrong, live=live)
     change = tlens.difference(frozen, tlens.freeze(model, OTHER))
-    with pytest.raises(tlens.InvalidInputError, match="is not itself a run"):
+    with pytest.raises(tlens.InvalidInputError, match="live effects are of a single run"):
         circuits.total_effects(change, " raised", live=True)
 
 

@@ -94,7 +94,7 @@ WRONG = {
     "broken configuration": (lambda folder: written(saved(folder), "cfg.json", b"{"), "it cannot be read"),
     "a list": (lambda folder: written(saved(folder), "cfg.json", b"[]"), "cfg.json is no JSON object"),
     "gated": (lambda folder: saved(folder, architecture="gated"), "only ReLU, JumpReLU and TopK"),
-    "unknown": (lambda folder: saved(folder, lateral=0.5), "lateral, which is not read"),
+    "unknown": (lambda folder: saved(folder, lateral=0.5), "lateral, which is not supported"),
     "one head": (lambda folder: saved(folder, metadata=METADATA | {"hook_head_index": 3}), "hook_head_index"),
 }
 

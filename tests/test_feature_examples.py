@@ -317,7 +317,7 @@ def test_bad_requests(demo_model, input, options, message):
 
 def test_bad_features_of_a_result(examples):
     for call in (lambda: examples.only("F9"), lambda: examples.top(1, feature=9), lambda: examples.plot(feature="F9")):
-        with pytest.raises(tlens.InvalidInputError, match=r"'F9'|feature 9.*there are F357"):
+        with pytest.raises(tlens.InvalidInputError, match=r"'F9'|feature 9.*it has F357"):
             call()
     with pytest.raises(tlens.InvalidInputError, match="name at least one"):
         examples.only()

@@ -122,7 +122,9 @@ def test_a_column_that_is_nearly_one_is_named(demo, tmp_path):
     for long in (False, True):
         with pytest.raises(InvalidInputError, match=r"columns='scor'; use one of .* Did you mean 'score"):
             run.to_dataframe(["id", "scor"], long=long)
-    with pytest.raises(InvalidInputError, match=r"there is no column 'text', only 'txt'\. Say which .* text='txt'"):
+    with pytest.raises(
+        InvalidInputError, match=r"there is no column 'text', only 'txt'\. Name the column .* text='txt'"
+    ):
         tlens.attribute_dataset(demo, [{"txt": "a"}], tmp_path / "none", target=" the")
     with pytest.raises(InvalidInputError, match=r"'targt' is not one of .* Did you mean 'target'"):
         tlens.attribute_dataset(demo, TEXTS, tmp_path / "none", columns={"targt": "answer"})

@@ -173,4 +173,4 @@ def test_hooks_that_are_taken_off_during_a_run_are_missed(name, question):
         finally:
             model.reset_hooks()
     assert refusals
-    assert all("taken off" in refusal for refusal in refusals)
+    assert all("removed" in refusal for refusal in refusals)

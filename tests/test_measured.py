@@ -306,8 +306,8 @@ WRONG = {
     "live='5%': pass how many": {"live": "5%"},
     "live='error<0': pass how many": {"live": "error<0"},
     "live='error<100%': pass how many": {"live": "error<100%"},
-    "live=3, method='gradient': how many": {"live": 3, "method": "gradient"},
-    "live=3, method=None: how many": {"live": 3, "method": None},
+    "live=3, method='gradient': only method='measured'": {"live": 3, "method": "gradient"},
+    "live=3, method=None: only method='measured'": {"live": 3, "method": None},
     "seed=-1: pass at least 0": {"seed": -1},
     "rule='gim', method='measured': a rule says": {"rule": "gim"},
 }

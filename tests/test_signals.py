@@ -291,7 +291,7 @@ def test_patches_are_replaced_one_by_one(digits):
             fall = (own - digits(images.double()).detach()).gather(1, best)[:, 0]
         measured = found[replacement]
         assert close(measured.curves[list(measured.metrics).index("logit"), 0, :, 1], fall)
-    with pytest.raises(tlens.InvalidInputError, match="of images, use 'mean' or 'zero'"):
+    with pytest.raises(tlens.InvalidInputError, match="for images, use 'mean' or 'zero'"):
         evaluate.perturbation(digits, images, methods, replacement="mask")
     with pytest.raises(tlens.InvalidInputError, match="at position 0 alone"):
         evaluate.perturbation(digits, images, methods, query=3)

@@ -149,7 +149,7 @@ def test_the_rules_by_their_old_name_warn():
 
 
 def test_a_rule_by_both_names_is_an_error(frozen):
-    with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
+    with pytest.raises(tlens.InvalidInputError, match="leave out activation="):
         frozen.operator(rule="frozen", activation="ratio")
     with pytest.raises(tlens.InvalidInputError, match="It is called 'frozen-split' here"):
         circuits.total_effects(frozen, 5, rule="split")
