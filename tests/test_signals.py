@@ -293,7 +293,7 @@ def test_patches_are_replaced_one_by_one(digits):
         assert close(measured.curves[list(measured.metrics).index("logit"), 0, :, 1], fall)
     with pytest.raises(tlens.InvalidInputError, match="for images, use 'mean' or 'zero'"):
         evaluate.perturbation(digits, images, methods, replacement="mask")
-    with pytest.raises(tlens.InvalidInputError, match="at position 0 alone"):
+    with pytest.raises(tlens.InvalidInputError, match="only at position 0"):
         evaluate.perturbation(digits, images, methods, query=3)
 
 
