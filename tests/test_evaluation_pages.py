@@ -132,6 +132,12 @@ def test_verdicts_on_trained_models_hold():
     )
 
 
+def test_what_measuring_costs_on_a_short_prompt_is_quoted():
+    (cost,) = [float(line.mean) for line in real["lines"]() if line[2:5] == ("15 tokens", "measured", "forwards")]
+    assert 15 <= cost <= 25
+    assert "this takes about twenty forward passes" in (DOCS / "choose.md").read_text(encoding="utf-8")
+
+
 def test_names_with_commas_are_not_divided():
     section = (
         "* `mass`: first is **b**; not significantly different (corrected p ≥ 0.05, paired): a, biases, c. "
