@@ -79,7 +79,7 @@ def of_long_prompts(results: Tables) -> str:
         "passes. The cost of all queries is quadratic in the prompt's length. "
         f"Each query takes {every:.2f} forward passes at 128 tokens, so all queries of 2,048 tokens take about "
         f'{round(2048 * every, -2):.0f} (extrapolated). With `patterns="recompute"`, one target takes '
-        f"{recomputed[0]:.1f} times as long at 1,024 tokens and {recomputed[1]:.1f} times at 2,048."
+        f"{recomputed[0]:.1f} times as long as with stored patterns at 1,024 tokens and {recomputed[1]:.1f} times at 2,048."
     )
 
 
@@ -148,8 +148,8 @@ EXPLANATIONS = {
     "attnlrp": '`method="attnlrp"`',
     "difference": "`tlens.difference` of two frozen prompts",
     "nodes by gradient": "`patch_scores` of two prompts, by gradient",
-    "edges of a difference": "`edge_scores` of two prompts",
-    "graph of a difference": "`contribution_graph` of two prompts",
+    "edges of a difference": '`edge_scores` of two prompts, `method="difference"`',
+    "graph of a difference": "`contribution_graph` of a difference, including the difference",
 }
 """Rows of the table of deep models, in a reader's words."""
 
@@ -188,7 +188,7 @@ def of_this_machine(results: Tables) -> str:
         (
             "Yes, two CPU cores are enough. In float32, the weights of a 1B model take 4 GB. These times are for one prompt on two cores:",
             "\n".join(rows),
-            "Explanations cost this many forward passes of the explained model (prompts of 15 tokens, one thread):",
+            "Explanations cost this many forward passes of the explained model, in addition to freezing (prompts of 15 tokens, one thread):",
             "\n".join(forwards),
             "**Memory** is needed in addition to the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
             f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. Long prompts need more: at GPT-2 small's shape, "

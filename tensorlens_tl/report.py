@@ -492,7 +492,7 @@ def _percent(share: float) -> str:
 class Group:
     """Methods whose scores mean the same kind of thing, described by `what`.
 
-    They are shown `in_shares` of each method's absolute sum if the methods' units differ.
+    They are shown `in_shares` of each method's sum of absolute scores if the methods' units differ.
     """
 
     title: str
@@ -502,20 +502,20 @@ class Group:
 
 SUMS = Group(
     "Sums to the logit",
-    "Scores in units of the logit; with the bias they add up to it, as far as the gap says.",
+    "Scores in units of the logit. With the bias, they add up to it, up to the stated gap.",
     in_shares=False,
 )
 RELEVANCE = Group(
     "Relevance for the prediction, without a sum",
-    "These explain the same prediction and do not claim to add up to it; each is shown as shares of its absolute sum.",
+    "These explain the same prediction but do not add up to it. Each is divided by its sum of absolute scores.",
 )
 MAPS = Group(
     "Maps of token pairs",
-    "How much of each token arrives at this position, whatever is predicted there; as shares of each absolute sum.",
+    "How much of each token reaches this position, whatever is predicted there, divided by the sum of absolute scores.",
 )
 PERTURBATION = Group(
     "Perturbation",
-    "What the live model does when a token, or its value, is taken away; as shares of each absolute sum.",
+    "What the live model does when a token or its value is removed, divided by the sum of absolute scores.",
 )
 GROUPS = (SUMS, RELEVANCE, MAPS, PERTURBATION)
 """The groups, in page order."""

@@ -32,14 +32,18 @@ def added(method):
         (
             COMPRESSION,
             "close most of the gap** at this ratio: with both options, the loss rises by {}. Choosing the ranks freely "
-            "instead of by the paper's rule helps a little ({}). The layout that the authors' released code is "
-            "reported to use splits d_model instead of the heads and is worse ({}).",
+            "instead of by the paper's rule helps a little ({}). A second layout, which splits d_model "
+            "instead of the heads, is worse ({}).",
             [
                 ("compression", added(f"Tucker{method}"), "÷ 2")
                 for method in (", circuit gauge, balanced", ", any ranks", " (released layout)")
             ],
         ),
-        (COMPRESSION, "rounding to 4 bits (ratio 8) costs {} nats.", [("compression", added("rounding"), "÷ 8")]),
+        (
+            COMPRESSION,
+            "rounding to 4 bits (an eighth of the size, counted as ratio 8) costs {} nats.",
+            [("compression", added("rounding"), "÷ 8")],
+        ),
         (WHITENING, "{} nats per character below", [("whitening-training", {"model": "whitened"}, "below standard")]),
         (WHITENING, "{} of 6,000 steps", [("whitening-steps", {"model": "whitened"}, "standard's steps")]),
     ],
