@@ -425,7 +425,7 @@ def test_a_rule_is_that_of_graph_and_token_scores(model, session, rule):
     rollout = session.view("tokens", {**fields, "method": "rollout"})
     assert rollout["scores"] == session.view("tokens", {"text": PROMPT, "method": "rollout"})["scores"]
     for view in ("tokens", "graph"):
-        with pytest.raises(tlens.InvalidInputError, match="a rule is of one run; leave it out"):
+        with pytest.raises(tlens.InvalidInputError, match="a rule applies to one run; leave it out"):
             session.view(view, {**fields, "other": OTHER})
         with pytest.raises(tlens.InvalidInputError, match="gim"):
             session.view(view, {"text": PROMPT, "rule": "gym"})

@@ -233,7 +233,7 @@ def parser() -> Parser:
     whole = Parser(
         prog="tensorlens-tl",
         usage="tensorlens-tl [-h] [--version] TEXT | command ...",
-        description="Exact attribution on frozen transformers. A text by itself is attributed.",
+        description="Exact attribution on frozen transformers. A text without a command is attributed.",
         example=EXAMPLE,
     )
     whole.add_argument("--version", action="version", version=__version__)

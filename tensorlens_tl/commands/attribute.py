@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorlens_tl.commands import shared
 
-HELP = "What does the model predict here, and which tokens moved it?"
+HELP = "Show what the model predicts here, and which tokens led to it."
 EXAMPLE = 'tensorlens-tl attribute "Return the value of the" --target " file" --minus " first" --top 5'
 
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_import_argument(parser)
     parser.add_argument("text")
     parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
-    parser.add_argument("--collapse", help="of the tensorlens method: target (default), in_out or norm")
+    parser.add_argument("--collapse", help="for the method tensorlens: target (default), in_out or norm")
     shared.add_question_arguments(parser)
     parser.add_argument("--top", type=shared.count, default=10, help="how many tokens to print")
     parser.add_argument("-o", "--output", type=Path, help=f"also save; {shared.ENDINGS}")

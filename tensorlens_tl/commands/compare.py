@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tensorlens_tl.commands import shared
 
-HELP = "Why are two prompts answered differently? The answer, and a page with the circuit that changed it."
+HELP = "Explain why two prompts get different answers, and save a page with the circuit behind the change."
 EXAMPLE = 'tensorlens-tl compare "Open the file and read the" "Open the socket and read the" -o compare.html'
 
 
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     shared.add_model_arguments(parser)
     parser.add_argument("first", help="the prompt whose answer is explained")
-    parser.add_argument("second", help="a prompt of as many tokens that is answered otherwise")
+    parser.add_argument("second", help="a prompt with the same number of tokens and a different answer")
     shared.add_question_arguments(parser)
     parser.add_argument("--top", type=shared.count, default=5, help="how many tokens and components to print")
     parser.add_argument("-o", "--output", type=Path, default=Path("compare.html"), help="(default: compare.html here)")

@@ -8,7 +8,7 @@ from typing import Any
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
-HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
+HELP = "Compress a model's attention, and measure the cost on held-out prompts."
 EXAMPLE = "tensorlens-tl compress --methods circuit-svd --ratio 2 -n 4"
 METHODS = ("tucker", "laser", "head-svd", "circuit-svd")
 TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=METHODS,
         metavar="METHOD",
-        help=f"of {', '.join(METHODS)} (default: all that fit the model)",
+        help=f"some of {', '.join(METHODS)} (default: all that fit the model)",
     )
     parser.add_argument("--ratio", nargs="+", type=float, default=[2.0, 4.0], help="compression ratios (default: 2 4)")
     parser.add_argument("--layers", nargs="+", type=int, help="(default: all)")

@@ -30,22 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", help="a token to explain in every row, such as ' Paris', or first-choice, what the model predicts"
     )
-    parser.add_argument("--target-column", help="the column that holds each row's target")
-    parser.add_argument("--minus", help="a token to hold the target against in every row, or its runner-up")
-    parser.add_argument("--minus-column", help="the column that holds the token to hold each row's target against")
+    parser.add_argument("--target-column", help="the column with each row's target")
+    parser.add_argument("--minus", help="a token to compare the target with in every row, or runner-up")
+    parser.add_argument("--minus-column", help="the column with the token to compare each row's target with")
     parser.add_argument(
         "--query", type=shared.position, help="a position, a text of each row, or all (default: the method's)"
     )
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument(
-        "--tokens-per-batch", type=shared.count, default=8192, help="run together at most (default: 8192)"
+        "--tokens-per-batch", type=shared.count, default=8192, help="the most tokens to run together (default: 8192)"
     )
-    parser.add_argument("--memory", help="what may be allocated at once, such as 512MB")
+    parser.add_argument("--memory", help="the most memory to allocate at once, such as 512MB")
     parser.add_argument(
         "--summary",
         type=Path,
         metavar="FILE",
-        help="of logit_attribution and total_effects: write each component's mean, variance and quantiles as CSV",
+        help="for logit_attribution and total_effects: write each component's mean, variance and quantiles as CSV",
     )
     parser.add_argument("--truncate", action="store_true", help="cut the end off texts longer than the context")
     parser.add_argument(
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="another option of the method, its value as JSON or a text, such as collapse=norm (may be given again)",
+        help="another option of the method, with its value as JSON or text, such as collapse=norm (repeatable)",
     )
 
 

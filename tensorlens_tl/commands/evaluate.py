@@ -7,7 +7,7 @@ from typing import Any
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
-HELP = "Which method is faithful? A table over methods, and a saved result."
+HELP = "Measure which methods are faithful: print a table, and save the result."
 
 EVALUATIONS = {
     "perturbation": "Replace tokens in the order of their scores, and see what that does to the model.",
@@ -70,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in_out' (default: all)"
         )
-        sub.add_argument(
-            "-n", type=shared.count, help=f"how many prompts where we make them (default: {shared.PROMPTS})"
-        )
+        sub.add_argument("-n", type=shared.count, help=f"how many prompts to generate (default: {shared.PROMPTS})")
         if name == "known-answer":
             sub.add_argument("--task", choices=shared.TASKS, help="(default: the model's)")
             continue
@@ -84,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--replacement",
                 help="resampled, mask, pad, mean, zero or a token (default: resampled of a causal language model)",
             )
-            sub.add_argument("--draws", type=shared.count, help="draws of 'resampled' that are averaged (default: 3)")
+            sub.add_argument("--draws", type=shared.count, help="how many draws of 'resampled' to average (default: 3)")
             _add_question_arguments(sub)
 
 
@@ -94,11 +92,13 @@ def _add_question_arguments(sub: argparse.ArgumentParser) -> None:
         help="the token that methods explain, of every prompt, or a column 'target' of the table of prompts "
         "(default: first-choice, what the model predicts)",
     )
-    sub.add_argument("--minus", help="a token to hold it against, or runner-up; or a column 'minus'")
+    sub.add_argument("--minus", help="a token to compare it with, or runner-up; or a column 'minus'")
     sub.add_argument(
-        "--fractions", nargs="+", type=float, metavar="SHARE", help="shares of the tokens to replace, the first 0"
+        "--fractions", nargs="+", type=float, metavar="SHARE", help="shares of the tokens to replace, starting with 0"
     )
-    sub.add_argument("--max-new-tokens", type=shared.count, help="test methods on so many tokens that the model writes")
+    sub.add_argument(
+        "--max-new-tokens", type=shared.count, help="test methods on this many tokens that the model generates"
+    )
     sub.add_argument(
         "--span",
         type=shared.stretch,
@@ -134,7 +134,7 @@ def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
     sub.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated-gradients' (default: all)"
     )
-    sub.add_argument("--steps", type=shared.count, default=5, help="gradients that are averaged (default: 5)")
+    sub.add_argument("--steps", type=shared.count, default=5, help="how many gradients to average (default: 5)")
     if name == "patching":
         sub.add_argument(
             "--by",
@@ -144,7 +144,7 @@ def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
             help="component, head, neuron, stream or edge (default: head)",
         )
         return
-    sub.add_argument("--choice", default="top", choices=("top", "greedy"), help="which edges circuits take in")
+    sub.add_argument("--choice", default="top", choices=("top", "greedy"), help="how to choose the edges of circuits")
     sub.add_argument("--circuits", type=Path, metavar="FOLDER", help="save each method's circuit there, as MIB's JSON")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
-HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
+HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C stops it."
 EXAMPLE = "tensorlens-tl explore --model demo --dictionary demo"
 IMAGES = 20
 """Handwritten digits that the page of the bundled image model offers."""
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="what its features are called: a CSV or JSON file, one for each --dictionary in their order; - for none",
+        help="labels of its features: a CSV or JSON file for each --dictionary, in the same order; - for none",
     )
-    parser.add_argument("--port", type=int, default=0, help="where it listens, on this machine only (default: any)")
-    parser.add_argument("--open", action="store_true", help="open it in the browser")
+    parser.add_argument("--port", type=int, default=0, help="the port, on this machine only (default: any free port)")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         images = digit_images()[0][:IMAGES]
     session = Session(model, tuned, name=name, images=images, dictionaries=dictionaries, labels=labels)
     page = Explorer(session, args.port)
-    print(f"Explorer of {name}: {page.url}\nCtrl-C ends it.", flush=True)
+    print(f"Explorer of {name}: {page.url}\nCtrl-C stops it.", flush=True)
     if args.open:
         webbrowser.open(page.url)
     page.run()

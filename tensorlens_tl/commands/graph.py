@@ -20,19 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question_arguments(parser)
     parser.add_argument("--threshold", type=float, default=0.01, help="leave out edges below this share of the largest")
     parser.add_argument(
-        "--share", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
+        "--share",
+        type=share,
+        default=1.0,
+        help="then keep the largest edges that carry this share of the total (default: 1)",
     )
     parser.add_argument(
         "--neurons",
         type=parts,
-        help="split MLPs: so many neurons at each position, or all above a share of the largest",
+        help="split MLPs: this many neurons at each position, or all above a share of the largest",
     )
     parser.add_argument("--sources", type=parts, help="split heads by source token, in the same way")
     parser.add_argument(
         "--rule", help="in place of the frozen model: gim, attnlrp, relp, tangent, or a registered rule"
     )
     parser.add_argument(
-        "--format", help="html, circuit-tracer, graphml, json or csv (default: as the output's name says)"
+        "--format", help="html, circuit-tracer, graphml, json or csv (default: from the output's ending)"
     )
     parser.add_argument(
         "-o", "--output", type=Path, help=f"where to write it (default: graph.html here); {shared.ENDINGS}, or .graphml"

@@ -4,7 +4,7 @@ import argparse
 
 from tensorlens_tl.commands import shared
 
-HELP = "List the registered methods, their options, and the layer maps that mean and rollout take."
+HELP = "List the registered methods, their options, and the layer maps for mean and rollout."
 EXAMPLE = "tensorlens-tl methods"
 
 

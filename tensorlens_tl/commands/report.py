@@ -6,7 +6,7 @@ from pathlib import Path
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
-HELP = "Everything about one prediction, or what made a text that the model wrote, as one page."
+HELP = "Write one page about a prediction, or about a text that the model generates."
 EXAMPLE = 'tensorlens-tl report "If the file is not found, a FileNotFoundError is" -o report.html'
 
 OF_PREDICTION = ("target", "query", "methods", "slow")
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)"
     )
     parser.add_argument(
-        "--slow", action="store_true", help="also run methods that cost much on this model, and compute norms exactly"
+        "--slow", action="store_true", help="also run methods that are slow on this model, and compute norms exactly"
     )
     generated = parser.add_argument_group("of a text that the model wrote")
-    generated.add_argument("--max-new-tokens", type=shared.count, help="so many tokens are generated, greedily")
+    generated.add_argument("--max-new-tokens", type=shared.count, help="how many tokens to generate, greedily")
     generated.add_argument(
-        "--continuation", help="or explain this text instead: only what follows the prompt, with its space"
+        "--continuation", help="or explain this text instead: the text after the prompt, with its leading space"
     )
     generated.add_argument(
         "--span",

@@ -11,7 +11,7 @@ from tensorlens_tl.errors import FileFormatError, InvalidInputError
 if TYPE_CHECKING:
     from tensorlens_tl.evaluate import Experiment, Relation
 
-HELP = "Run a table or a figure of the TensorLens paper on a model; published numbers are printed beside ours."
+HELP = "Run a table or a figure of the TensorLens paper on a model; the published numbers are printed next to ours."
 EXAMPLE = "tensorlens-tl reproduce table-1 -n 2 --length 16"
 EXPERIMENTS = ("table-1", "table-2", "figure-3", "figure-4", "figure-5", "figure-6", "figure-7")
 DEMO_INPUTS = 16

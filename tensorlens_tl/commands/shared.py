@@ -48,7 +48,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-untrained",
         action="store_true",
-        help="go on although the checkpoint lacks weights of the model, such as its head, which are then random",
+        help="continue even if the checkpoint lacks weights, such as the head's, which are then random",
     )
 
 
@@ -61,7 +61,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--minus",
-        help="a token to hold it against, or runner-up, for a logit difference (default: none where --target is given)",
+        help="a token to compare it with, or runner-up, for a logit difference (default: none if --target is given)",
     )
     parser.add_argument(
         "--query",
@@ -78,7 +78,7 @@ def add_import_argument(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="a Python file or module that registers methods or layer maps (may be given again)",
+        help="a Python file or module that registers methods or layer maps (repeatable)",
     )
 
 

@@ -8,7 +8,7 @@ from tensorlens_tl.commands import shared
 if TYPE_CHECKING:
     from tensorlens_tl.models import ModelView
 
-HELP = "Is this model supported? Proves every block, and what follows."
+HELP = "Check whether a model is supported: compare each block, and what follows the last, with the model."
 EXAMPLE = 'tensorlens-tl verify "Return the value of the"'
 TEXT = "The quick brown fox jumps over the lazy dog."
 
@@ -16,7 +16,7 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     shared.add_model_arguments(parser)
-    parser.add_argument("text", nargs="?", help=f"(default: {TEXT!r}, or random tokens where there is no tokenizer)")
+    parser.add_argument("text", nargs="?", help=f"(default: {TEXT!r}, or random tokens if there is no tokenizer)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
-HELP = "Measure how white and how stationary the residual stream is, as it is and after a filter that is fitted to it."
+HELP = "Measure how white and how stationary the residual stream is, before and after a fitted filter."
 EXAMPLE = "tensorlens-tl whiteness -n 16 -o whiteness.csv"
 PROMPTS = 1000
 
@@ -18,11 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hooks", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
     parser.add_argument("--prompts", type=Path, help=f"{shared.PROMPTS_HELP} (default: held-out text)")
     parser.add_argument(
-        "--length", type=shared.count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
+        "--length", type=shared.count, default=16, help="tokens of each prompt, without special ones (default: 16)"
     )
     parser.add_argument("-n", type=shared.count, help=f"prompts of held-out text (default: {PROMPTS})")
     parser.add_argument(
-        "--filters", action="store_true", help="also measure after filters made from the other half of the prompts"
+        "--filters", action="store_true", help="also measure after filters fitted to the other half of the prompts"
     )
     parser.add_argument("-o", "--output", type=Path, help="save: .html, or .csv")
 

@@ -143,7 +143,7 @@ class Question:
             _refuse("other", "a prompt and image an image", "send other_image to compare two images")
         rule = _text(fields, "rule", LONGEST_NAME)
         if rule is not None and (texts["other"] is not None or texts["other_image"] is not None):
-            _refuse("rule", f"{rule!r}, and there are two runs", "a rule is of one run; leave it out")
+            _refuse("rule", f"{rule!r}, and there are two runs", "a rule applies to one run; leave it out")
         names = "query target layer head key nodes dictionary feature at new start stop"
         numbers: dict[str, Any] = {name: _number(fields, name) for name in names.split()}
         new = numbers["new"]

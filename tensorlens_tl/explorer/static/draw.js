@@ -42,7 +42,7 @@ export function together(most) {
   };
 }
 
-// Numbers of one sum: three digits for the smallest that matters, so that what is shown adds up to its last digit.
+// Numbers of one sum share a last digit: three digits for the smallest that matters. Their sum is off by roundings only.
 export function alike(values) {
   const sizes = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
   const most = Math.max(...sizes);

@@ -18,7 +18,7 @@ export function headView(prompt, view, state, go) {
     h("h3", {}, "What it moves to the answer, by source token"),
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
     sum([["tokens", total], ["=", view.score], ["relative error", error(Math.abs(total - view.score)), total - view.score]]),
-    h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "by its weights alone: no part of a sum"),
+    h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "computed from its weights alone; not part of any sum"),
     view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."));
 }
 
@@ -88,6 +88,6 @@ export function featureView(prompt, view, state) {
     h("h3", {}, "Which tokens its pre-activation comes from"),
     chips(prompt.tokens, { values: view.scores, label: "Tokens that make it active" }),
     sum([["tokens", parts], ["+ bias", view.bias], ["=", view.total], ["relative error", error(view.gap), view.gap]]),
-    h("h3", {}, "What it promotes"), h("small", {}, "logits for one unit of its decoder, by the weights alone: no part of a sum"),
+    h("h3", {}, "What it promotes"), h("small", {}, "logits for one unit of its decoder, computed from weights alone; not part of any sum"),
     bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }));
 }
