@@ -73,7 +73,7 @@ types: .venv/.ready
 docs: .venv/.docs
 	.venv/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# the report's first screen, which README.md shows; needs Chromium
+# the explorer's first screen on SmolLM2, which the site shows; needs Chromium
 picture: .venv/.ready
 	.venv/bin/python -m scripts.picture
 
