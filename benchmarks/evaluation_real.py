@@ -9,6 +9,7 @@ import csv
 import ctypes
 import io
 import math
+import re
 import statistics
 import sys
 import time
@@ -333,7 +334,9 @@ def prompts_needed(result: evaluate.Evaluation, first: str, second: str) -> str:
     if not seen:
         return f"`{first}` and `{second}` have the same mean"
     needed = max(math.ceil(len(result.units) * (visible(result, first, second) / seen) ** 2), 2)
-    return f"separating `{first}` from `{second}` with 80 % power takes {float(f'{needed:.2g}'):,.0f} prompts"
+    return (
+        f"a new test needs {float(f'{needed:.2g}'):,.0f} prompts to separate `{first}` from `{second}` with 80 % power"
+    )
 
 
 FEWEST = 6
@@ -380,20 +383,21 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     yield (
         f"`measured` patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random nodes of each pair. For these nodes we compare patching with itself, so part of "
         "the lead is by construction. The method also estimates the error of the scores that it does not measure. Its 90 % interval contained the true error on "
-        f"{holds[0].mean():.0%} of {len(holds[0])} pairs, and its bound on a single score held on {holds[1].mean():.0%}."
+        f"{holds[0].mean():.0%} of the {len(holds[0])} pairs, and its bound on a single score held on {holds[1].mean():.0%}."
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
-        f"Cheaper methods are a step behind. On its worst pair, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
+        f"Cheaper methods are a step behind. On their respective worst pairs, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
         f"(`integrated-gradients`, five gradients) has r = {low_of['integrated-gradients']}. Methods that use only a gradient at the clean prompt fail on some pairs: r falls to "
         f"{low_of['gradient']} for `gradient`, {low_of['atp*']} for `atp*` and {low_of['frozen']} for `frozen`."
     )
     shortlists, ranks = (pooled(lines_of(found, "nodes", metric)) for metric in ("largest", "spearman"))
     shares = ", ".join(f"`{name}` {shortlists.mean('largest', name):.0%}" for name in SHORTLISTS)
+    first = max(SHORTLISTS[1:], key=lambda name: shortlists.mean("largest", name))
     in_order = ", ".join(f"`{name}` {ranks.mean('spearman', name):.2f}" for name in SHORTLISTS)
     yield (
         f"The correlation r depends on the sizes of scores, whereas a shortlist depends only on their order. Each method's {LARGEST} largest nodes include this share of the {LARGEST} nodes that patching ranks highest: {shares}. "
-        f"The rank correlations with patching are {in_order}. So `gradient` ranks nodes well but misjudges the size of some, and `difference` does the reverse. For a shortlist without live runs, use both."
+        f"The rank correlations with patching are {in_order}. So `gradient` ranks nodes well but misjudges the size of some, and `difference` does the reverse. For a shortlist without live runs, use `{first}`."
     )
     runner = result.table().index[1]
     yield (
@@ -408,7 +412,7 @@ def of_edges(found: list[Line]) -> Iterator[str]:
     for test, metric, what in (
         ("edges", "pearson", "agreement with patching over edges"),
         ("circuits", "cpr", "the area under the faithfulness curve of circuits (CPR)"),
-        ("circuits", "cmd", "the area between that curve and the model (CMD)"),
+        ("circuits", "cmd", "the area between that curve and 1 (CMD)"),
     ):
         chosen = lines_of(found, test, metric)
         if not chosen:
@@ -447,7 +451,8 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         best, others = leading(result)
         names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
-        ranks = ", ".join(f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
+        *before, last = (f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
+        ranks = f"{', '.join(before)} and {last}"
         yield (
             f"Which token was the answer read from ({prompts_of(chosen, result)})? In explanations of {asked}, the mean reciprocal "
             f"rank of the true source is {ranks}. The best method is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
@@ -463,7 +468,7 @@ def of_replacements(found: list[Line]) -> Iterator[str]:
             continue
         result = pooled(chosen)
         best, others = leading(result)
-        test = f"When tokens that the model predicts replace the {first} relevant tokens first ({prompts_of(chosen, result)})"
+        test = f"When the {first} relevant tokens are replaced first, by tokens that the model predicts ({prompts_of(chosen, result)})"
         if best == "random" or "random" in others:
             needed = prompts_needed(result, best if best != "random" else result.table().index[1], "random")
             yield f"{test}, no method differs significantly from a random order, so there is no verdict ({needed})."
@@ -493,8 +498,8 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
     models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
     yield (
         f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs), the graph of a "
-        f"difference has {counts['difference'].mean():.0f} nodes on average. They carry {of['difference'].mean():.0%} of the answer's inputs, in absolute value ({COVERED:.0%} or more on "
-        f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes on average, which carry "
+        f"difference has {counts['difference'].mean():.0f} nodes on average. These account for {of['difference'].mean():.0%} of the sum of the answer's inputs in absolute value ({COVERED:.0%} or more on "
+        f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes on average, which account for "
         f"{of['one run'].mean():.0%}. If all other nodes are included, the inputs of each node sum to its value; the largest error is {gap:.0e} of the answer."
     )
 
@@ -504,22 +509,21 @@ def of_costs(found: list[Line]) -> str:
     cells = {(line.method, line.metric, line[0:3:2]): float(line.mean) for line in found if line.test == "cost"}
     columns = columns_of([line for line in found if line.test == "cost"])
     rows = [
-        "To score the nodes of one pair, each method takes this processor time, in forward passes of the model, and this additional memory at the peak, in MB:",
+        "Each cell gives the cost of scoring the nodes of one pair: processor time, in forward passes of the model, and additional peak memory:",
         f"| method | {' | '.join(f'{NAMES[model]}, {tokens}' for model, tokens in columns)} |",
         "| --- |" + " --- |" * len(columns),
     ]
     for name in COSTS:
         shown_in = [[cells.get((name, metric, column)) for metric in ("forwards", "megabytes")] for column in columns]
-        of_columns = [" · ".join("–" if value is None else f"{value:.0f}" for value in pair) for pair in shown_in]
+        of_columns = ["–" if None in pair else "{:.0f}; {:.0f} MB".format(*pair) for pair in shown_in]
         rows.append(f"| `{name}` | {' | '.join(of_columns)} |")
     return "\n\n".join([rows[0], "\n".join(rows[1:])])
 
 
 def verdicts(found: list[Line]) -> list[str]:
     """What the page concludes, with its numbers: those that are not measured yet are left out."""
-    return [
-        sentence for part in (of_nodes, of_edges, of_sources, of_replacements, of_graphs) for sentence in part(found)
-    ]
+    parts = (of_nodes, of_edges, of_sources, of_replacements, of_graphs)
+    return [re.sub(r"(?<=\d)%", " %", sentence) for part in parts for sentence in part(found)]
 
 
 def drawn(found: list[Line]) -> str:
@@ -536,10 +540,11 @@ def drawn(found: list[Line]) -> str:
     for line in found:
         if line.method == NONE:
             reason = line.metric.removeprefix(f"{line.task}: ")
-            reasons.setdefault((NAMES[line.model], line.test, reason), []).append(line.task)
+            reasons.setdefault((NAMES[line.model], reason), []).append((line.test, line.task))
     failed = [
-        f"* {model}, {test} ({', '.join(tasks)}): this test raised the error “{reason}”"
-        for (model, test, reason), tasks in reasons.items()
+        f"* {model}, {' and '.join(dict.fromkeys(test for test, _ in of))} "
+        f"({', '.join(dict.fromkeys(task for _, task in of))}): not measured, because of the error “{reason}”"
+        for (model, reason), of in reasons.items()
     ]
     measured_already = {line[:3] for line in found}
     lacking = list[str]()
@@ -549,7 +554,7 @@ def drawn(found: list[Line]) -> str:
         if left:
             lacking.append(f"{NAMES[model]} {test} ({'all' if len(left) == len(every) else ', '.join(left)})")
     parts = [
-        f"Measured on {counts}, in float32 with weights quantised to four bits. The model answers both prompts of each pair "
+        f"These results are for {counts}, in float32 with weights quantised to four bits. The model answers both prompts of each pair "
         "correctly (`evaluate.language_task`). The chart shows the correlation r between each method's scores of all heads and "
         "MLPs (nodes) and the effects of patching these nodes in the live model:",
         "![Correlation r with patching by method and task, with 95 % intervals](_static/evaluation_real.svg)",

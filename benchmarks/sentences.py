@@ -136,9 +136,9 @@ def of_hops(results: Tables) -> str:
 
     whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
     return (
-        "On a Llama-like model with 160 million parameters, freezing and `hops=2` together take "
-        f"{whole[0]} times as long as with `hops=0` for 32 generated tokens after a prompt of 96 tokens, and {whole[1]} "
-        f'times as long for 256 after 768. With `verify="sample"`, they take {sampled[0]} and {sampled[1]} times as long.'
+        "On a Llama-like model with 160 million parameters, freezing and attributing with `hops=2` takes "
+        f"{whole[0]} times as long as with `hops=0` (32 tokens generated after a prompt of 96), or {whole[1]} times as "
+        f'long (256 after 768). With `verify="sample"`, the ratios are {sampled[0]} and {sampled[1]}.'
     )
 
 
@@ -190,7 +190,7 @@ def of_this_machine(results: Tables) -> str:
             "\n".join(rows),
             "Explanations cost this many forward passes of the explained model, in addition to freezing (prompts of 15 tokens, one thread):",
             "\n".join(forwards),
-            "**Memory** is needed in addition to the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
+            "**Explanations need memory** beyond that of the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
             f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. Long prompts need more: at GPT-2 small's shape, "
             f"freezing allocates at most {most(1024, 'keep')} MiB for 1,024 tokens and {most(2048, 'keep')} MiB for 2,048 tokens. "
             f'With `patterns="recompute"`, these are {most(1024, "recompute")} MiB and {most(2048, "recompute")} MiB.',

@@ -130,14 +130,12 @@ class Result(Stored, ABC):
                 f"{name}: {wrong!r} cannot be chosen for this {type(self).__name__}; pass "
                 f"{', '.join(dict.fromkeys(known))}.{nearest(wrong, known)}"
             )
-        needed = [one.name for one in choices.values() if one.default is Parameter.empty and one.name != "k"]
-        lacking = next((one for one in needed if one not in choice), None)
-        if lacking is not None:
-            of = type(self).__name__
-            raise WrongCallError(f"{name}: a {of} needs {lacking}=, as in {lacking}=0.")
-        if k is None:
-            return dict(choice)
-        return {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
+        if k is not None:
+            choice = {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
+        for one in choices.values():
+            if one.default is Parameter.empty and one.name not in {"k", *choice}:
+                raise WrongCallError(f"{name}: a {type(self).__name__} needs {one.name}=, as in {one.name}=0.")
+        return dict(choice)
 
     @classmethod
     def _choices(cls, hook: str) -> dict[str, Parameter]:
