@@ -696,7 +696,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: logit(frozen, 5, layers=[0]), "ends at blocks.1 input, before the unembedding"),
         (lambda: logit(frozen, 5, layers=[0, 2]), "layers=2: pass 0 to 1"),
         (lambda: circuits.total_effects(frozen, 5, by="neuron"), "use one of 'component', 'head'"),
-        (lambda: circuits.total_effects(frozen, 5, nodes=3), "nodes=3: name some of L0H0"),
+        (lambda: circuits.total_effects(frozen, 5, nodes="L0H0"), "nodes='L0H0': name some of L0H0"),
         (lambda: circuits.head_map(frozen, 1, 0, layers=[0]), "layer 1 is not among"),
         (lambda: circuits.qk_attribution(frozen, 1, 0, by="neuron"), "use one of 'token'"),
         (lambda: circuits.head_map(model, 0, 0), r"tlens.freeze\(model, text\) returns one"),

@@ -329,7 +329,7 @@ def test_a_feature_that_is_not_active(model_named):
 
 def test_a_dictionary_of_which_nothing_is_active(model_named):
     """Its error and b_dec are all that adds to a target."""
-    frozen = tlens.freeze(model_named("hooked/ln"), some_tokens())
+    frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     dictionary = Dictionary()
     dictionary.b_enc = dictionary.b_enc - 1e3
     nothing = circuits.features(frozen, dictionary, AFTER)

@@ -30,7 +30,7 @@ Paths are followed backwards, from the target to their first node; ``pulled`` is
 input.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -222,7 +222,7 @@ def total_effects(
     final_norm: bool | None = None,
     live: bool = False,
     rule: RuleLike = None,
-    nodes: Sequence[str] | None = None,
+    nodes: Iterable[str] | None = None,
     memory: Memory = None,
 ) -> Terms:
     """Compute what a logit loses when each head or MLP is ablated; the biases b_O and b_out stay.
@@ -279,7 +279,7 @@ def total_effects(
     return Terms(names=names, scores=scores, **readout.fields())
 
 
-def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
+def _chosen(names: Sequence[str], nodes: Iterable[str] | None) -> list[int]:
     """Return the indices of the requested nodes; None requests all of them.
 
     Raises:
@@ -295,7 +295,7 @@ def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
 
 
 def _frozen(
-    readout: StreamTarget, by: str, nodes: Sequence[str] | None
+    readout: StreamTarget, by: str, nodes: Iterable[str] | None
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
     stream = readout.stream
     pulled = stream.pull(readout.seed)
@@ -310,7 +310,7 @@ def _frozen(
 
 
 def _in_live_model(
-    readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory, rule: Rule | None
+    readout: StreamTarget, by: str, nodes: Iterable[str] | None, memory: Memory, rule: Rule | None
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
     """Ablate in the live model, or with a rule multiply hidden vectors by the rule's gradients there."""
     question = "total_effects(live=True)" if rule is None else "total_effects(rule=)"
@@ -417,7 +417,7 @@ class Ablation:
 
     def _values(
         self, run: FrozenPass, changes: Sequence[NodeChange], *, mean: bool
-    ) -> dict[str, Float[Tensor, "batch some width"]]:
+    ) -> dict[str, Float[Tensor, "batch _some _width"]]:
         """What the live model has at the nodes for the prompts of a pass, or their means, by a run that ends there."""
         points = [point for change in changes for point in change.points]
         blocks = run.points.blocks
