@@ -515,7 +515,7 @@ BROKEN_METHODS = {
     ignores_a_bad_query: "takes a query out of range",
     its_own_error: "with IndexError, not InvalidInputError",
     no_words: "with no more than 'bad query'",
-    axes_of_its_own: "must hold batch, query, key once each",
+    axes_of_its_own: "must include batch, query, key once each",
 }
 
 
