@@ -75,10 +75,10 @@ def of_long_prompts(results: Tables) -> str:
     return (
         "For GPT-2 small's shape on two threads, freezing a prompt of 64, 256 or 2,048 tokens takes as long as "
         f"{at(64, 'freeze'):.1f}, {at(256, 'freeze'):.1f} or {at_length(2048, 'freeze'):.1f} forward passes of that prompt; "
-        f"one target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} or {at_length(2048, 'target'):.2f} forward "
-        "passes. The cost of all queries is quadratic in the prompt's length. "
-        f"Each query takes {every:.2f} forward passes at 128 tokens, so all queries of 2,048 tokens take about "
-        f'{round(2048 * every, -2):.0f} (extrapolated). With `patterns="recompute"`, one target takes '
+        f"a target of one query takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} or "
+        f"{at_length(2048, 'target'):.2f} forward passes. The cost of all queries is quadratic in the prompt's length. "
+        f"Explaining all queries takes {every:.2f} forward passes per query at 128 tokens, so about "
+        f'{round(2048 * every, -2):.0f} in all at 2,048 tokens (extrapolated). With `patterns="recompute"`, a target of one query takes '
         f"{recomputed[0]:.1f} times as long as with stored patterns at 1,024 tokens and {recomputed[1]:.1f} times at 2,048."
     )
 
@@ -102,7 +102,7 @@ def of_offloaded(results: Tables) -> str:
         line("target, all queries", "a target of all queries"),
         line("`input-x-gradient`", "`input-x-gradient`"),
         "",
-        f"From disk, memory grows by at most {100 * share:.0f} % of the weights' size. Set "
+        f"With the weights on disk, memory use grows by at most {100 * share:.0f} % of the weights' size. Set "
         "`MALLOC_MMAP_THRESHOLD_=1000000`; otherwise, glibc keeps freed memory.",
     ]
     return "\n".join(lines)

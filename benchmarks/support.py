@@ -151,7 +151,8 @@ def needs() -> str:
     lines = ["| requirement for the model | methods |", "| --- | --- |"]
     for requirement in requirements:
         names = ", ".join(method for method, some in needed.items() if requirement in some)
-        lines.append(f"| `{requirement.name}`: {requirement.summary} | {names or 'layer maps without `both_stacks`'} |")
+        names = names or "layer maps that you register without `both_stacks=True`"
+        lines.append(f"| `{requirement.name}`: {requirement.summary} | {names} |")
     return "\n".join(lines) + "\n"
 
 
