@@ -522,8 +522,9 @@ def test_a_model_that_reads_earlier_layers_is_run_whole(name, monkeypatch):
     expected = circuits.total_effects(frozen, 5, live=True).scores
     output = Form.output
     monkeypatch.setattr(Form, "output", lambda self, stream: output(self, stream + 1))
-    effects = circuits.total_effects(frozen, 5, live=True, nodes=np.array(["L1H0", "MLP1"]))
-    assert close(effects.scores, expected[..., [5, 9]], atol=1e-6)
+    for nodes in (np.array(["L1H0", "MLP1"]), dict.fromkeys(["L1H0", "MLP1"]), iter(["L1H0", "MLP1"])):
+        effects = circuits.total_effects(frozen, 5, live=True, nodes=nodes)
+        assert close(effects.scores, expected[..., [5, 9]], atol=1e-6)
 
 
 @every_class

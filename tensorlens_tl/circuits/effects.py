@@ -288,8 +288,8 @@ def _chosen(names: Sequence[str], nodes: Iterable[str] | None) -> list[int]:
     if nodes is None:
         return list(range(len(names)))
     chosen = plain(nodes)  # of an array, or a column of a table
-    listed = isinstance(chosen, list | tuple) and bool(chosen)
-    if not listed or not all(node in names for node in chosen):
+    chosen = list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, str) else []
+    if not chosen or not all(node in names for node in chosen):
         raise InvalidInputError(f"nodes={nodes!r}: name some of {', '.join(names[:6])}, … in a list.")
     return [names.index(node) for node in chosen]
 
@@ -363,8 +363,8 @@ class Ablation:
     Args:
         frozen: the pass whose prompts are run again.
         query: positions of the logits.
-        also: another pass of the model, of as many prompts and tokens: its prompts are further rows of the same runs,
-            or runs of their own where rows of one run may not be alike.
+        also: another pass of the model with as many prompts and tokens. Its prompts share the runs of the first, or run
+            separately if a joint run does not reproduce both passes.
 
     >>> from tensorlens_tl.circuits.effects import Ablation
     >>> ablation = Ablation(frozen)
@@ -386,7 +386,7 @@ class Ablation:
 
     @cached_property
     def _singly(self) -> list["Ablation"]:
-        """One for each pass, where rows of one run do not give what the passes hold."""
+        """One ablation for each pass if a joint run does not reproduce the passes; otherwise none."""
         if len(self._runs) == 1 or self._live.repeats(self._runs):
             return []
         return [Ablation(run, self._query) for run in self._runs]
@@ -395,7 +395,7 @@ class Ablation:
     def logits(
         self, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None
     ) -> Float[Tensor, "run_and_batch query d_vocab"]:
-        """The logits without some nodes, of `also` after those of `frozen`; see `ablated_logits`."""
+        """Return the logits without some nodes: the prompts of `frozen`, then those of `also`; see `ablated_logits`."""
         frozen = self.frozen
         check_choice("by", by, ABLATIONS)
         if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
@@ -418,7 +418,7 @@ class Ablation:
     def _values(
         self, run: FrozenPass, changes: Sequence[NodeChange], *, mean: bool
     ) -> dict[str, Float[Tensor, "batch _some _width"]]:
-        """What the live model has at the nodes for the prompts of a pass, or their means, by a run that ends there."""
+        """Return the live model's values at the nodes, or their means, from a run that stops after the last node."""
         points = [point for change in changes for point in change.points]
         blocks = run.points.blocks
         after = max(change.layer for change in changes) + 1

@@ -237,7 +237,7 @@ class LiveTarget:
         return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
 
     def repeats(self, runs: Sequence[FrozenPass]) -> bool:
-        """Whether prompts of several passes, the first of them this one, give each pass's number in one run."""
+        """Return whether one run of several passes' prompts, this one's first, reproduces each pass's target."""
         if self._model.alone:
             return False
         names = self.readout.points
@@ -248,9 +248,9 @@ class LiveTarget:
     def logits(
         self, runs: Sequence[FrozenPass], changes: Sequence[NodeChange], values: NodeValues | None
     ) -> Float[Tensor, "run_and_batch query d_vocab"] | None:
-        """The logits of passes at the queries, in one run with all of some nodes changed; None of a model without any.
+        """Return the passes' logits at the queries, from one run with all given nodes changed; None if there are none.
 
-        `changes` and `values` are as in `losses`, values those of each run.
+        `changes` and `values` are as in `losses`, with the values of each pass.
         """
         frozen = self.frozen
         if frozen.view.unembedding is None or frozen.points.unembed_in is None:
@@ -333,14 +333,14 @@ class LiveTarget:
         return self.earlier.narrowed(self.readout.stream.layers.stop - 1, positions)
 
     def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
-        """Refuse a run of other prompts that gives another number than their pass holds."""
+        """Reject a run of other prompts whose target differs from the value in their pass."""
         error = self._error(other, held)
         self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
 
     def _error(
         self, numbers: Float[Tensor, "*run batch query"], held: Float[Tensor, "*run batch query"] | None = None
     ) -> float:
-        """How far numbers are from those of the pass, or from others that are held, relative to the larger."""
+        """Return the largest error of numbers against those of the pass, or against `held`, relative to their scale."""
         total = self.readout.total if held is None else held
         scale = max(self._scale, torch.finfo(total.dtype).tiny)
         if held is not None:

@@ -439,12 +439,12 @@ class LiveModel:
 
 
 def repeated(inputs: Mapping[str, Any], copies: int) -> dict[str, Any]:
-    """A pass's inputs with every prompt as often as there are copies, copy after copy."""
+    """Repeat all prompts of a pass's inputs for each copy."""
     return in_one_batch([inputs] * copies)
 
 
 def in_one_batch(inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The inputs of passes of equally many tokens as those of one run, pass after pass."""
+    """Join the inputs of passes with equally many tokens into those of one run, pass after pass."""
     tensors = [name for name, value in inputs[0].items() if isinstance(value, Tensor)]
     return dict(inputs[0]) | {name: torch.cat([each[name] for each in inputs]) for name in tensors}
 
