@@ -183,7 +183,8 @@ class Sublayer:
         if by == "component":
             return [self.name], products.sum(-1)[..., None, :]
         if by == "neuron" and self.has_neurons:
-            return [f"{self.name}.N{neuron}" for neuron in range(products.shape[-1])], products.mT
+            name = self.name
+            return [f"{name}.N{neuron}" for neuron in range(products.shape[-1])], products.mT
         return list(self.nodes), self.split(products).sum(-1).mT
 
     def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:

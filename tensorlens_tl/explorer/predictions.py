@@ -17,7 +17,10 @@ from tensorlens_tl.hooks import (
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
 from tensorlens_tl.passes import note_fresh
-from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
+from tensorlens_tl.passes.inputs import Prompt, Query, prepare, query_positions
+
+MOST_LOGITS = 2**22
+"""Up to so many logits of a prompt are computed at once, so that another position takes no run."""
 
 
 class Predictor:
@@ -31,8 +34,8 @@ class Predictor:
 
     >>> from tensorlens_tl.explorer.predictions import Predictor
     >>> predictor = Predictor(model)
-    >>> predictor.logits(predictor.prompt(text), -1).shape
-    torch.Size([2048])
+    >>> predictor.logits(predictor.prompt(text), [0, -1]).shape
+    torch.Size([2, 2048])
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,8 +66,15 @@ class Predictor:
         """
         return prepare(self.view, input)
 
-    def logits(self, prompt: Prompt, query: int) -> Float[Tensor, "d_vocab"] | None:
-        """The model's logits at one position, by one run; None of a model that has none.
+    def has_few_logits(self, prompt: Prompt) -> bool:
+        """Whether the logits of every position fit into `MOST_LOGITS`; not of a model that has one for all of them."""
+        unembedding = self.view.unembedding
+        if unembedding is None or prompt.class_at is not None or prompt.encoder_length:
+            return False
+        return prompt.tokens.shape[1] * unembedding[0].shape[1] <= MOST_LOGITS
+
+    def logits(self, prompt: Prompt, query: Query) -> Float[Tensor, "query d_vocab"] | None:
+        """The model's logits at some positions, by one run; None of a model that has none.
 
         Raises:
             InvalidInputError: dropout is active, or parts of the model lie where no run reaches them.
@@ -85,4 +95,4 @@ class Predictor:
             _, logits = states_and_logits(view.model, prompt.kwargs, self._unembed_in, positions)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             return None
-        return logits[0, 0].detach()
+        return logits[0].detach()

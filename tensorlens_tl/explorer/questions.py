@@ -302,7 +302,9 @@ class Passes:
             return _runs(self.written(question, second=second))[0]
         of_other, model = self._model(second)
         single = question.second if second else question
-        return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single)))
+        few = self.predictor(second=second).has_few_logits(self.prompt(question, second=second))
+        compared = "all" if few else None
+        return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single), query=compared))
 
     def prompt(self, question: Question, *, second: bool = False) -> Prompt:
         """The tokens of a question's first or second run; nothing is run, unless the model writes some of them."""
@@ -350,8 +352,11 @@ class Passes:
         """The model's logits at a position of the first or second run, by one run; None of a model that has none."""
         single = question.second if second else question
         predictor = self.predictor(second=second)
-        key = (second and self.other is not None, *single.run, query)
-        return self._logits.get(key, lambda: predictor.logits(self.prompt(question, second=second), query))
+        prompt = self.prompt(question, second=second)
+        queries = list(range(prompt.tokens.shape[1])) if predictor.has_few_logits(prompt) else [query]
+        key = (second and self.other is not None, *single.run, *queries[:1], len(queries))
+        logits = self._logits.get(key, lambda: predictor.logits(prompt, queries))
+        return None if logits is None else logits[queries.index(query)]
 
     def _input(self, question: Question) -> Any:
         """What the model reads of a question's first run: a text, a chat of one message, or pixels."""

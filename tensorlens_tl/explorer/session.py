@@ -112,7 +112,7 @@ def mends_view(inquiry: Inquiry) -> View:
     def say(prompt: Prompt, which: int) -> Float[Tensor, "d_vocab"]:
         logits = inquiry.passes.predictor(second=bool(which)).logits(prompt, -1)
         assert logits is not None  # of a model that gave some
-        return logits
+        return logits[0]
 
     return {"mends": mends(inquiry.prompts, inquiry.passes.predictor(), say)}
 

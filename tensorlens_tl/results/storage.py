@@ -140,6 +140,9 @@ class Stored:
         return cls(**tensors, **{name: facts[name] for name in cls.FACTS}, **later)
 
 
+_SCALARS = (str, bool, int, NoneType)
+
+
 def _allowed(value: Any, annotation: Any) -> bool:
     """Whether an annotation allows a JSON value; lists and tuples are interchangeable."""
     origin = get_origin(annotation) or annotation
@@ -147,13 +150,15 @@ def _allowed(value: Any, annotation: Any) -> bool:
     if origin in (Union, UnionType):
         return any(_allowed(value, member) for member in arguments)
     if origin in (list, tuple, Sequence):
+        if arguments[0] in _SCALARS and isinstance(value, list | tuple):  # thousands of names, of one type
+            value = list({type(item): item for item in value}.values())
         return isinstance(value, list | tuple) and all(_allowed(item, arguments[0]) for item in value)
     if origin in (dict, Mapping):
         of_items = (*arguments, Any, Any)[1]
         return isinstance(value, Mapping) and all(_allowed(item, of_items) for item in value.values())
     if origin is float:
         return isinstance(value, int | float)
-    if origin in (str, bool, int, NoneType):
+    if origin in _SCALARS:
         return isinstance(value, origin)
     return True
 
