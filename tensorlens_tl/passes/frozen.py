@@ -4,28 +4,24 @@ It provides the `FrozenOperator` (the algebra, which reads weights) and `fwd_hoo
 independent ways to the same numbers.
 """
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import formerly
-from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.errors import (
     FrozenModelError,
-    GapWarning,
     InvalidInputError,
-    NumericalError,
     UnsupportedModelError,
-    warn_caller,
 )
-from tensorlens_tl.hooks import FwdHook, ModelPoints, hooked, is_attached, lock_of, refuse_attached, states_and_logits
+from tensorlens_tl.hooks import FwdHook, hooked, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import (
     ONCE_ACTIVATION,
     FrozenRule,
@@ -34,15 +30,14 @@ from tensorlens_tl.models import (
     LayerRange,
     Layout,
     MlpChoice,
-    ModelView,
     Query,
     check_rule,
 )
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps, Routes
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.inputs import Prompt, query_positions
-from tensorlens_tl.passes.linearisation import Linearisation, SumType
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.live import LiveModel, holding_hooks
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
@@ -90,24 +85,9 @@ class FrozenPass(Linearisation):
         return self.maps.capture
 
     @property
-    def view(self) -> ModelView:
-        """The reader of the model's weights."""
-        return self.capture.view
-
-    @property
-    def points(self) -> ModelPoints:
-        """The hook points whose activations were captured."""
-        return self.capture.points
-
-    @property
     def model(self) -> HookedModel:
         """The model that the pass was taken from; no hook is left on it."""
         return self.capture.model
-
-    @property
-    def prompt(self) -> Prompt:
-        """Tokens, mask, keyword arguments and readable tokens."""
-        return self.capture.prompt
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -115,24 +95,9 @@ class FrozenPass(Linearisation):
         return self.capture.inputs
 
     @property
-    def tokens(self) -> Int[Tensor, "batch pos"]:
-        """Token ids; for images and sound, position numbers."""
-        return self.capture.tokens
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens."""
-        return self.capture.mask
-
-    @property
     def str_tokens(self) -> list[list[str]]:
         """Readable tokens, one list per prompt."""
         return self.capture.str_tokens
-
-    @property
-    def n_layers(self) -> int:
-        """The number of blocks."""
-        return self.capture.n_layers
 
     @property
     def other_hooks(self) -> list[str]:
@@ -143,11 +108,6 @@ class FrozenPass(Linearisation):
     def causal(self) -> bool:
         """Whether no layer attends to later positions."""
         return self.capture.causal
-
-    @property
-    def sides(self) -> tuple[int, int] | None:
-        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
-        return self.capture.sides
 
     @property
     def soft_cap(self) -> float | None:
@@ -236,11 +196,6 @@ class FrozenPass(Linearisation):
     # ------------------------------------------------------------------ the proof
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each block: how it is composed."""
-        return self.proof.layouts
-
-    @property
     def tolerance(self) -> float:
         """The largest error that a proof allows."""
         return self.maps.tolerance
@@ -265,34 +220,20 @@ class FrozenPass(Linearisation):
         outputs = [error for name, error in self.errors.items() if not name.endswith(".writes")]
         return max(self.tolerance, sum(outputs))
 
-    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """Return a sum computed from this pass, unchanged, after checking its gap.
+    @property
+    def is_strict(self) -> bool:
+        """See `strict`."""
+        return self.strict
 
-        Warns (`GapWarning`) if the gap minus the `noise` is above `allowed_gap`.
-
-        Raises:
-            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``; or the gap is NaN.
-        """
-        gap = float((torch.as_tensor(result.gap) - noise).max())
-        refuse_nan(f"the gap of these {type(result).__name__}", gap)
-        if gap <= self.allowed_gap:
-            return result
-        message = (
-            f"{type(result).__name__}: its parts miss the model's own number by {gap:.1e} of their size, but the "
-            f"proof of this pass allows {self.allowed_gap:.1e}. They do not explain the model's output: load the model "
-            "in a wider dtype, or check it for changes (frozen.other_hooks)."
+    def missed(self, parts: str, gap: float) -> str:
+        """Return the message for a sum that misses its total by too much."""
+        return (
+            f"{parts}: its parts miss the model's own number by {gap:.1e} of their size, but the proof of this pass "
+            f"allows {self.allowed_gap:.1e}. They do not explain the model's output: load the model in a wider dtype, "
+            "or check it for changes (frozen.other_hooks)."
         )
-        if self.strict:
-            raise NumericalError(message)
-        warn_caller(message, GapWarning)
-        return result
 
     # ------------------------------------------------------------------ maps
-
-    @property
-    def row_bytes(self) -> int:
-        """The maximal bytes that one vector allocates on its way through the blocks."""
-        return self.maps.row_bytes
 
     @formerly(ONCE_ACTIVATION)
     def operator(
@@ -348,20 +289,6 @@ class FrozenPass(Linearisation):
         check_rule(rule)
         self.check_fresh()
         return self.maps.block_map(layer, rule=rule, heads=heads, mlp=mlp, layout=layout)
-
-    def stages(
-        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
-    ) -> list[AffineMap]:
-        """Return consecutive blocks as maps; with offloaded weights, a map is composed at each use."""
-        return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
-
-    def final_map(self) -> AffineMap | None:
-        """Return the final norm with its scale frozen, or None; it acts on an encoder–decoder's decoder positions."""
-        return self.maps.final_map()
-
-    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """Return the frozen map between the model's output and its unembedding, or None."""
-        return self.maps.prediction_head(rule)
 
     def routing(self, layer: int) -> Routes:
         """Return the experts that each token of a layer is routed to, and their weights: `[batch, pos, choice]` each.

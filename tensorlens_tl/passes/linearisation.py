@@ -17,15 +17,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import AffineMap, Chain
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.algebra.numerics import refuse_nan
+from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, warn_caller
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
-from tensorlens_tl.models import FrozenRule, ModelView
+from tensorlens_tl.models import FrozenRule, Layout, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
 from tensorlens_tl.models.offload import whole
+from tensorlens_tl.passes.block_maps import Blocks
 from tensorlens_tl.passes.inputs import Prompt
 
 
@@ -42,28 +45,60 @@ class HasGap(Protocol):
 SumType = TypeVar("SumType", bound=HasGap)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Linearisation(ABC):
-    """Block maps that are exact at one point, with their input."""
+    """Block maps that are exact at one point, with their input.
+
+    Attributes:
+        maps: the parts of every block; ``maps.capture`` is the run that defines positions, the first of two runs.
+    """
+
+    maps: Blocks
 
     @property
-    @abstractmethod
     def view(self) -> ModelView:
-        """The reader of the model's weights."""
+        """The reader of the weights of the model, the first of two."""
+        return self.maps.view
 
     @property
-    @abstractmethod
+    def points(self) -> ModelPoints:
+        """The hook points whose activations were captured, in the first of two models."""
+        return self.maps.capture.points
+
+    @property
     def prompt(self) -> Prompt:
-        """Tokens `[batch, pos]`, mask, keyword arguments and readable tokens."""
+        """Tokens `[batch, pos]`, mask, keyword arguments and readable tokens, of the first of two runs."""
+        return self.maps.capture.prompt
 
     @property
-    @abstractmethod
+    def tokens(self) -> Int[Tensor, "batch pos"]:
+        """Token ids, of the first of two runs; for images and sound, position numbers."""
+        return self.maps.capture.tokens
+
+    @property
     def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens."""
+        """True at real tokens, the same in two runs."""
+        return self.maps.capture.mask
 
     @property
-    @abstractmethod
     def n_layers(self) -> int:
         """The number of blocks."""
+        return self.maps.capture.n_layers
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layout of each block: how it is composed."""
+        return self.maps.layouts
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
+        return self.maps.capture.sides
+
+    @property
+    def row_bytes(self) -> int:
+        """The maximal bytes that one vector allocates on its way through the blocks."""
+        return self.maps.row_bytes
 
     @property
     @abstractmethod
@@ -77,18 +112,8 @@ class Linearisation(ABC):
 
     @property
     @abstractmethod
-    def sides(self) -> tuple[int, int] | None:
-        """The numbers of encoder and decoder positions, in this order; None if there is one stack."""
-
-    @property
-    @abstractmethod
     def soft_cap(self) -> float | None:
         """The cap c of c·tanh(x/c) that follows the explained number x in the model; None without a cap."""
-
-    @property
-    @abstractmethod
-    def row_bytes(self) -> int:
-        """The maximal bytes that one vector allocates on its way through the blocks."""
 
     @property
     @abstractmethod
@@ -103,7 +128,6 @@ class Linearisation(ABC):
     def unembedded(self) -> Float[Tensor, "batch pos d_model"]:
         """Return the stream that the model unembeds."""
 
-    @abstractmethod
     def stages(
         self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
@@ -115,14 +139,15 @@ class Linearisation(ABC):
             heads: the heads of self-attention to keep, for some layers.
             mlp: the layers whose MLPs are kept.
         """
+        return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
 
-    @abstractmethod
     def final_map(self) -> AffineMap | None:
         """Return the map after the last block, the final norm, or None."""
+        return self.maps.final_map()
 
-    @abstractmethod
     def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """Return the map between the model's output and its unembedding, or None."""
+        return self.maps.prediction_head(rule)
 
     @abstractmethod
     def logit_vectors(
@@ -146,14 +171,40 @@ class Linearisation(ABC):
         """
         return None
 
-    @abstractmethod
-    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """Return a sum computed from these maps after checking its gap: a large one is a warning or an error.
+    # ------------------------------------------------------------------ the gaps of sums
 
-        Args:
-            result: the sum.
-            noise: the part of its gap that rounding explains.
+    @property
+    @abstractmethod
+    def allowed_gap(self) -> float:
+        """The largest gap allowed for a sum: the tolerance of a block, or the total error of all blocks if larger."""
+
+    @property
+    @abstractmethod
+    def is_strict(self) -> bool:
+        """Whether a gap above `allowed_gap` is an error instead of a warning."""
+
+    @abstractmethod
+    def missed(self, parts: str, gap: float) -> str:
+        """Return the message for a sum of `parts`, such as ``"Terms"``, with a gap above `allowed_gap`."""
+
+    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
+        """Return a sum computed from these maps, unchanged, after checking its gap.
+
+        Warns (`GapWarning`) if the gap minus the `noise`, two runs' rounding, is above `allowed_gap`: a difference
+        that is itself rounding is not an error of the maps. The reported gap includes the noise.
+
+        Raises:
+            NumericalError: instead of the warning, if a run was frozen with ``strict=True``; or the gap is NaN.
         """
+        parts = type(result).__name__
+        gap = float((torch.as_tensor(result.gap) - noise).max())
+        refuse_nan(f"the gap of these {parts}", gap)
+        if gap <= self.allowed_gap:
+            return result
+        if self.is_strict:
+            raise NumericalError(self.missed(parts, gap))
+        warn_caller(self.missed(parts, gap), GapWarning)
+        return result
 
 
 def check_linearisation(frozen: Any) -> None:

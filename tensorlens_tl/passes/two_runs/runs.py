@@ -6,25 +6,22 @@ activations is a linear map of the difference of the input streams, plus constan
 weights of two models. Each of those constants is the bias of its map.
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names
-from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
-from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError, warn_caller
-from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import BlockView, FrozenRule, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models import BlockView, FrozenRule, HeadChoice, LayerRange, MlpChoice, ModelView
 from tensorlens_tl.passes.capture import one_question
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
-from tensorlens_tl.passes.inputs import Prompt
-from tensorlens_tl.passes.linearisation import Linearisation, SumType
+from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.two_runs.layouts import with_one_layout
 from tensorlens_tl.passes.two_runs.maps import SecantMaps
@@ -41,15 +38,15 @@ class Difference(Linearisation):
     Each of its activations is the first run's minus the second's.
 
     Attributes:
-        a, b: the two runs.
         maps: the parts of every block as secants.
+        a, b: the two runs.
         errors: the error of each block's map, by ``"blocks.0"`` … and ``"head"``, relative to the difference of the
             block's outputs plus their rounding.
     """
 
+    maps: SecantMaps
     a: FrozenPass
     b: FrozenPass
-    maps: SecantMaps
     errors: dict[str, float] = field(default_factory=dict[str, float])
 
     def __repr__(self) -> str:
@@ -65,45 +62,10 @@ class Difference(Linearisation):
         return self.a, self.b
 
     @property
-    def view(self) -> ModelView:
-        """The reader of the first model's weights."""
-        return self.a.view
-
-    @property
-    def prompt(self) -> Prompt:
-        """The first run's prompt, whose tokens name positions."""
-        return self.a.prompt
-
-    @property
-    def tokens(self) -> Int[Tensor, "batch pos"]:
-        """The first run's token ids."""
-        return self.a.tokens
-
-    @property
     def str_tokens(self) -> list[list[str]]:
         """Readable tokens; where the two prompts differ, ``"first|second"``."""
         pairs = zip(self.a.str_tokens, self.b.str_tokens, strict=True)
         return [[_of_both(*tokens) for tokens in zip(*pair, strict=True)] for pair in pairs]
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens, the same in both runs."""
-        return self.a.mask
-
-    @property
-    def n_layers(self) -> int:
-        """The number of blocks."""
-        return self.a.n_layers
-
-    @property
-    def points(self) -> ModelPoints:
-        """The first model's hook points."""
-        return self.a.points
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The layout of each block: how it is composed."""
-        return self.maps.layouts
 
     @property
     def tolerance(self) -> float:
@@ -116,19 +78,9 @@ class Difference(Linearisation):
         return self.a.causal and self.b.causal
 
     @property
-    def sides(self) -> tuple[int, int] | None:
-        """The numbers of encoder and decoder positions, the same in both runs; None if there is one stack."""
-        return self.a.sides
-
-    @property
     def soft_cap(self) -> None:
         """None: the difference of two capped logits is not a capped difference. Sums explain it before the cap."""
         return None
-
-    @property
-    def row_bytes(self) -> int:
-        """The maximal bytes that one vector allocates on its way through the blocks."""
-        return self.maps.row_bytes
 
     @property
     def of_one_model(self) -> bool:
@@ -192,20 +144,6 @@ class Difference(Linearisation):
         """
         return FrozenOperator.of(self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, rule=rule)
 
-    def stages(
-        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
-    ) -> list[AffineMap]:
-        """Return consecutive blocks as maps of the difference."""
-        return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
-
-    def final_map(self) -> AffineMap | None:
-        """Return the secant of the final norm, or None."""
-        return self.maps.final_map()
-
-    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
-        """Return the secant of the map between output and unembedding, or None."""
-        return self.maps.prediction_head(rule)
-
     # ------------------------------------------------------------------ logits
 
     def logit_vectors(
@@ -227,7 +165,7 @@ class Difference(Linearisation):
 
     # ------------------------------------------------------------------ proof
 
-    @cached_property
+    @property
     def allowed_gap(self) -> float:
         """The largest gap allowed for a sum."""
         return max(self.tolerance, sum(self.errors.values()))
@@ -243,27 +181,17 @@ class Difference(Linearisation):
         lengths = [upcast(state).norm(dim=-1) for state in states]
         return self.rounding * (lengths[0] + lengths[1])
 
-    def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
-        """Return a sum computed from this difference, unchanged, after checking its gap.
+    @property
+    def is_strict(self) -> bool:
+        """Whether one of the runs was frozen with ``strict=True``."""
+        return self.a.strict or self.b.strict
 
-        Warns (`GapWarning`) if the gap minus the `noise` due to rounding of the two runs is above `allowed_gap`: a
-        difference that is itself rounding is not an error of the map. The reported gap includes the noise.
-
-        Raises:
-            NumericalError: instead of the warning, if a run was frozen with ``strict=True``; or the gap is NaN.
-        """
-        gap = float((torch.as_tensor(result.gap) - noise).max())
-        refuse_nan(f"the gap of these {type(result).__name__}", gap)
-        if gap <= self.allowed_gap:
-            return result
-        message = (
-            f"{type(result).__name__}: its parts miss the difference of the models' own numbers by {gap:.1e} of their "
-            f"size beyond rounding, but the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
+    def missed(self, parts: str, gap: float) -> str:
+        """Return the message for a sum that misses its total by too much."""
+        return (
+            f"{parts}: its parts miss the difference of the models' own numbers by {gap:.1e} of their size beyond "
+            f"rounding, but the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
         )
-        if self.a.strict or self.b.strict:
-            raise NumericalError(message)
-        warn_caller(message, GapWarning)
-        return result
 
 
 def _of_both(first: str, second: str) -> str:
@@ -310,7 +238,7 @@ def difference(a: PassLike, b: PassLike) -> Difference:
     _check_alike(a, b)
     a.check_fresh()
     b.check_fresh()
-    result = Difference(a, b, SecantMaps.of(*with_one_layout(a.maps, b.maps)))
+    result = Difference(SecantMaps.of(*with_one_layout(a.maps, b.maps)), a, b)
     result.errors.update(_errors(result))
     return result
 
