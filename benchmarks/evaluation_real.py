@@ -52,6 +52,7 @@ LARGEST = 20
 NONE = "not measured"
 CIRCUITS = ("gradient", "integrated-gradients", "integrated-gradients, left", "difference", "measured", "random")
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
+SIZES = {"smollm2": "135M", "gemma3": "270M"}
 
 
 class Line(NamedTuple):
@@ -381,14 +382,14 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         for what in ("error", "bound")
     ]
     yield (
-        f"`measured` patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random nodes of each pair. For these nodes we compare patching with itself, so part of "
-        "the lead is by construction. The method also estimates the error of the scores that it does not measure. Its 90 % interval contained the true error on "
-        f"{holds[0].mean():.0%} of the {len(holds[0])} pairs, and its bound on a single score held on {holds[1].mean():.0%}."
+        f"For each pair, `measured` patches up to {LARGEST_LIVE} nodes with large estimates and up to {LARGEST_LIVE // 2} random nodes. On these nodes, patching is compared with itself, so part of "
+        "the lead is by construction. The method also estimates the error of all other scores. The 90 % interval of this estimate contained the true error on "
+        f"{holds[0].mean():.0%} of the {len(holds[0])} pairs, and the bound on the error of a single score held on {holds[1].mean():.0%}."
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
-        f"Cheaper methods are a step behind. On their respective worst pairs, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
-        f"(`integrated-gradients`, five gradients) has r = {low_of['integrated-gradients']}. Methods that use only a gradient at the clean prompt fail on some pairs: r falls to "
+        f"Cheaper methods agree less well. On their respective worst pairs, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
+        f"(`integrated-gradients`, five gradients) has r = {low_of['integrated-gradients']}. Methods that rely on a linear approximation at the clean prompt fail on some pairs: r falls to "
         f"{low_of['gradient']} for `gradient`, {low_of['atp*']} for `atp*` and {low_of['frozen']} for `frozen`."
     )
     shortlists, ranks = (pooled(lines_of(found, "nodes", metric)) for metric in ("largest", "spearman"))
@@ -396,19 +397,20 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     first = max(SHORTLISTS[1:], key=lambda name: shortlists.mean("largest", name))
     in_order = ", ".join(f"`{name}` {ranks.mean('spearman', name):.2f}" for name in SHORTLISTS)
     yield (
-        f"The correlation r depends on the sizes of scores, whereas a shortlist depends only on their order. Each method's {LARGEST} largest nodes include this share of the {LARGEST} nodes that patching ranks highest: {shares}. "
-        f"The rank correlations with patching are {in_order}. So `gradient` ranks nodes well but misjudges the size of some, and `difference` does the reverse. For a shortlist without live runs, use `{first}`."
+        f"The correlation r depends on the sizes of scores, whereas a shortlist depends only on their order. Each method's top {LARGEST} nodes include this share of patching's top {LARGEST}: {shares}. "
+        f"The rank correlations with patching are {in_order}. So `gradient` ranks nodes better than `difference` but misjudges some effect sizes. For a shortlist without live runs, use `{first}`."
     )
     runner = result.table().index[1]
     yield (
-        f"Over all {len(result.units)} pairs, `{best}` has the highest mean r ({level_with(others)}). This many pairs would reveal a lead of "
-        f"{visible(result, best, runner):.3f} over `{runner}` with 80 % power; the observed lead is "
+        f"Over all {len(result.units)} pairs, `{best}` has the highest mean r ({level_with(others)}). With 80 % power, this many pairs detect a lead of "
+        f"{visible(result, best, runner):.3f} over `{runner}`; the observed lead is "
         f"{result.mean('pearson', best) - result.mean('pearson', runner):.3f}."
     )
 
 
 def of_edges(found: list[Line]) -> Iterator[str]:
     """What follows about edges and circuits."""
+    few = list[str]()
     for test, metric, what in (
         ("edges", "pearson", "agreement with patching over edges"),
         ("circuits", "cpr", "the area under the faithfulness curve of circuits (CPR)"),
@@ -420,13 +422,15 @@ def of_edges(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         if len(result.units) < FEWEST:
             tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
-            yield f"{what[0].upper()}{what[1:]} was measured on {len(result.units)} pairs ({tasks}), too few to rank methods."
+            few.append(f"{len(result.units)} pairs ({tasks}) for {what}")
             continue
         best, others = leading(result)
         yield (
             f"By {what} ({prompts_of(chosen, result)}), the best is `{best}` with {result.mean(metric, best):.3f}; "
             f"{level_with(others)}."
         )
+    if few:
+        yield f"Too few pairs were measured to rank methods: {', '.join(few)}."
 
 
 def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
@@ -441,9 +445,10 @@ def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
 
 def of_sources(found: list[Line]) -> Iterator[str]:
     """What follows about the token that an answer was read from."""
+    before = ""
     for metric, asked in (
         ("mrr", "the answer's logit"),
-        ("mrr of a difference", "the answer's logit minus the other answer's"),
+        ("mrr of a difference", "the answer's logit minus that of the paired prompt's answer"),
     ):
         chosen = lines_of(found, "sources", metric)
         if not chosen:
@@ -451,16 +456,19 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         best, others = leading(result)
         names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
-        *before, last = (f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
-        ranks = f"{', '.join(before)} and {last}"
+        *means, last = (f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
+        ranks = f"{', '.join(means)} and {last}"
+        question = f"Which token was the answer read from ({prompts_of(chosen, result)})? "
         yield (
-            f"Which token was the answer read from ({prompts_of(chosen, result)})? In explanations of {asked}, the mean reciprocal "
+            f"{question if question != before else ''}In explanations of {asked}, the mean reciprocal "
             f"rank of the true source is {ranks}. The best method is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
         )
+        before = question
 
 
 def of_replacements(found: list[Line]) -> Iterator[str]:
     """What follows where tokens are replaced in the order of scores, or that this cannot tell methods apart."""
+    before = ""
     for first in ("most", "least"):
         metric = f"fall, {first} relevant first"
         chosen = lines_of(found, "replacements", metric)
@@ -468,7 +476,12 @@ def of_replacements(found: list[Line]) -> Iterator[str]:
             continue
         result = pooled(chosen)
         best, others = leading(result)
-        test = f"When the {first} relevant tokens are replaced first, by tokens that the model predicts ({prompts_of(chosen, result)})"
+        where = prompts_of(chosen, result)
+        test = (
+            f"When the {first} relevant tokens are replaced first, by tokens that the model predicts "
+            f"({'the same prompts' if where == before else where})"
+        )
+        before = where
         if best == "random" or "random" in others:
             needed = prompts_needed(result, best if best != "random" else result.table().index[1], "random")
             yield f"{test}, no method differs significantly from a random order, so there is no verdict ({needed})."
@@ -476,7 +489,7 @@ def of_replacements(found: list[Line]) -> Iterator[str]:
             size = {"most": "largest", "least": "smallest"}[first]
             needed = prompts_needed(result, best, result.table().index[1])
             yield (
-                f"{test}, the {size} fall in the logit difference of the two answers is {result.mean(metric, best):.2f}, with `{best}` ({level_with(others)}). A random order gives "
+                f"{test}, `{best}` gives the {size} mean fall in the logit difference between the two answers, {result.mean(metric, best):.2f} ({level_with(others)}). A random order gives "
                 f"{result.mean(metric, 'random'):.2f}. {needed[0].upper()}{needed[1:]}."
             )
 
@@ -497,8 +510,8 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
     gap = max(float(line.worst) for line in lines_of(found, "graphs", "error"))
     models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
     yield (
-        f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs), the graph of a "
-        f"difference has {counts['difference'].mean():.0f} nodes on average. These account for {of['difference'].mean():.0%} of the sum of the answer's inputs in absolute value ({COVERED:.0%} or more on "
+        f"**How much of the answer does a graph show?** With `contribution_graph(…, nodes={COVERED:g})` ({models}; {len(of['difference'])} pairs), the graph of a "
+        f"difference has {counts['difference'].mean():.0f} nodes on average. These account for {of['difference'].mean():.0%} of the sum of the absolute values of the answer's inputs ({COVERED:.0%} or more on "
         f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes on average, which account for "
         f"{of['one run'].mean():.0%}. If all other nodes are included, the inputs of each node sum to its value; the largest error is {gap:.0e} of the answer."
     )
@@ -509,7 +522,7 @@ def of_costs(found: list[Line]) -> str:
     cells = {(line.method, line.metric, line[0:3:2]): float(line.mean) for line in found if line.test == "cost"}
     columns = columns_of([line for line in found if line.test == "cost"])
     rows = [
-        "Each cell gives the cost of scoring the nodes of one pair: processor time, in forward passes of the model, and additional peak memory:",
+        "Each cell gives the processor time (in forward passes of the model) and the additional peak memory for scoring the nodes of one pair:",
         f"| method | {' | '.join(f'{NAMES[model]}, {tokens}' for model, tokens in columns)} |",
         "| --- |" + " --- |" * len(columns),
     ]
@@ -518,6 +531,27 @@ def of_costs(found: list[Line]) -> str:
         of_columns = ["–" if None in pair else "{:.0f}; {:.0f} MB".format(*pair) for pair in shown_in]
         rows.append(f"| `{name}` | {' | '.join(of_columns)} |")
     return "\n\n".join([rows[0], "\n".join(rows[1:])])
+
+
+REASONS = {
+    r"of (\d+) pairs of prompts, (\d+) have one length .* answers (\d+) of these, fewer than (\d+)": (
+        r"Of \1 candidate pairs, \2 have prompts of equal length and one-token answers; the model answers \3 of these "
+        r"pairs correctly, and the test needs \4."
+    ),
+    "sandwich layout has norms": (
+        "Live edges are not defined in blocks that normalise each sublayer's output before adding it to the residual "
+        "stream."
+    ),
+}
+"""Errors by which a test is not measured, and how the page words them; others are quoted."""
+
+
+def worded(reason: str) -> str:
+    """Why a test was not measured, in a sentence."""
+    for error, sentence in REASONS.items():
+        if match := re.search(error, reason):
+            return match.expand(sentence)
+    return f"The error was “{reason}”"
 
 
 def verdicts(found: list[Line]) -> list[str]:
@@ -530,7 +564,7 @@ def drawn(found: list[Line]) -> str:
     """What was measured, the chart, the verdicts, and where the tables are."""
     nodes_of = lines_of(found, "nodes", "pearson")
     counts = " and ".join(
-        f"{NAMES[model]} ({sum({line.task: int(line.prompts) for line in nodes_of if line.model == model}.values())} prompt pairs from "
+        f"{NAMES[model]} {SIZES[model]} ({sum({line.task: int(line.prompts) for line in nodes_of if line.model == model}.values())} prompt pairs from "
         f"{len({line.task for line in nodes_of if line.model == model})} tasks)"
         for model in MODELS
         if any(line.model == model for line in nodes_of)
@@ -543,7 +577,7 @@ def drawn(found: list[Line]) -> str:
             reasons.setdefault((NAMES[line.model], reason), []).append((line.test, line.task))
     failed = [
         f"* {model}, {' and '.join(dict.fromkeys(test for test, _ in of))} "
-        f"({', '.join(dict.fromkeys(task for _, task in of))}): not measured, because of the error “{reason}”"
+        f"({', '.join(dict.fromkeys(task for _, task in of))}): not measured. {worded(reason)}"
         for (model, reason), of in reasons.items()
     ]
     measured_already = {line[:3] for line in found}
@@ -551,11 +585,13 @@ def drawn(found: list[Line]) -> str:
     for model, test in product(MODELS, (*TESTS, "cost")):
         every = TASKS_OF.get(test, LANGUAGE_TASKS)
         left = [of for of in every if (model, test, of) not in measured_already]
+        done = [of for of in every if of not in left]
         if left:
-            lacking.append(f"{NAMES[model]} {test} ({'all' if len(left) == len(every) else ', '.join(left)})")
+            most = f"all except {', '.join(done)}" if done else "all"
+            lacking.append(f"{NAMES[model]} {test} ({most if len(done) < len(left) else ', '.join(left)})")
     parts = [
-        f"These results are for {counts}, in float32 with weights quantised to four bits. The model answers both prompts of each pair "
-        "correctly (`evaluate.language_task`). The chart shows the correlation r between each method's scores of all heads and "
+        f"These results are for {counts}, computed in float32 from weights quantised to four bits. Each model answers both prompts of its "
+        "pairs correctly (`evaluate.language_task`). The chart shows the correlation r between each method's scores of all heads and "
         "MLPs (nodes) and the effects of patching these nodes in the live model:",
         "![Correlation r with patching by method and task, with 95 % intervals](_static/evaluation_real.svg)",
         "\n".join(f"* {sentence}" for sentence in verdicts(found)),

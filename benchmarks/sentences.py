@@ -54,7 +54,7 @@ def of_data_sets(results: Tables) -> str:
     return (
         f"On two cores, `attribute_dataset` explained {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model "
         f"at {ours[8192]:.0f} rows a second, including every check. That is {ours[8192] / loop:.1f} times the rate of a loop over "
-        f"`attribute`, and {ours[8192] / plain[best]:.2f} of the rate of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, it used {memory[2048]:.0f} MB "
+        f"`attribute`, and {ours[8192] / plain[best]:.2f} times that of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, it used {memory[2048]:.0f} MB "
         f"and explained {ours[2048]:.0f} rows a second."
     )
 
@@ -103,7 +103,7 @@ def of_offloaded(results: Tables) -> str:
         line("`input-x-gradient`", "`input-x-gradient`"),
         "",
         f"With the weights on disk, memory use grows by at most {100 * share:.0f} % of the weights' size. Set "
-        "`MALLOC_MMAP_THRESHOLD_=1000000`; otherwise, glibc keeps freed memory.",
+        "`MALLOC_MMAP_THRESHOLD_=1000000`; otherwise, glibc does not release freed memory.",
     ]
     return "\n".join(lines)
 
@@ -116,7 +116,7 @@ def of_all_queries(results: Tables) -> str:
     decoders = [number for shape, number in measured if shape != "BERT base"]
     encoder = [number for shape, number in measured if shape == "BERT base"]
     return (
-        f"In [measurements](cost.md), each of the n queries took {min(decoders):.2f} to {max(decoders):.2f} forward passes on "
+        f"In [measurements](cost.md), each of the n queries cost as much as {min(decoders):.2f} to {max(decoders):.2f} forward passes on "
         f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, in which no position can be skipped "
         "(`python benchmarks/run.py`)."
     )
@@ -188,7 +188,7 @@ def of_this_machine(results: Tables) -> str:
         (
             "Yes, two CPU cores are enough. In float32, the weights of a 1B model take 4 GB. These times are for one prompt on two cores:",
             "\n".join(rows),
-            "Explanations cost this many forward passes of the explained model, in addition to freezing (prompts of 15 tokens, one thread):",
+            "Freezing, and each explanation after it, costs this many forward passes of the model (prompts of 15 tokens, one thread):",
             "\n".join(forwards),
             "**Explanations need memory** beyond that of the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
             f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. Long prompts need more: at GPT-2 small's shape, "

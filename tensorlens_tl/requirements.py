@@ -72,7 +72,7 @@ def predictions(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def norm_after_sum(frozen: FrozenPass, method: str) -> None:
-    """In every block, a norm reads attention plus the residual stream: a post-LN block's norm, or the MLP's."""
+    """In every block, a norm (a post-LN block's, or the MLP's) reads attention plus the residual stream."""
     for number, (layout, block) in enumerate(zip(frozen.layouts, frozen.view.blocks, strict=True)):
         if layout.attn.outer is not None:
             continue
@@ -122,7 +122,7 @@ def head_vectors(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def unwhitened(frozen: FrozenPass, method: str) -> None:
-    """No block reads a whitened stream, which moves vectors between positions outside attention."""
+    """No block reads a whitened stream, because whitening moves vectors between positions outside attention."""
     refuse_whitened(frozen, method)
 
 
