@@ -13,7 +13,7 @@ from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.evaluate.scorers import random_scores, scorers_of
 from tensorlens_tl.results import Evaluation
-from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
+from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm, sign_flip_p
 
 
 @pytest.fixture
@@ -87,6 +87,28 @@ def test_holm_by_hand():
         np.testing.assert_allclose(made.numpy(), expected, rtol=1e-12)
     with pytest.raises(tlens.InvalidInputError, match=r"in \[0, 1\]"):
         holm(torch.tensor([0.2, 1.5]))
+
+
+def test_statistics_take_lists_and_arrays():
+    """Numbers may come from a data frame or a list, and labels may be 1 and 0 (which chose items as indices)."""
+    numbers, p = [1.0, 2.0, 4.0], [0.01, 0.04]
+    for read in (list, np.array, pd.Series):
+        assert bootstrap_interval(read(numbers)) == bootstrap_interval(torch.tensor(numbers))
+        assert torch.equal(holm(read(p)), holm(torch.tensor(p, dtype=torch.float64)))
+        assert auroc(read(numbers), read([1, 0, 0])) == 0
+        assert auroc(read(numbers), read([False, False, True])) == 1
+    assert auroc(torch.tensor(numbers), torch.tensor([1, 0, 0])) == 0
+    assert bootstrap_interval(torch.zeros(2, 0))[0].isnan().tolist() == [True, True]
+    for call in (
+        lambda: bootstrap_interval(3.0),
+        lambda: bootstrap_interval(["a"]),
+        lambda: bootstrap_interval(numbers, resamples=0),
+        lambda: holm([p, p]),
+        lambda: auroc(numbers, [1, 0]),
+        lambda: auroc(numbers, [1, 0, 2]),
+    ):
+        with pytest.raises(tlens.InvalidInputError):
+            call()
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
