@@ -55,8 +55,12 @@ WORDS: Mapping[Any, str] = {
 def checked_names(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
     """Decorate a function to reject unknown, surplus and missing arguments with a helpful message.
 
+    An argument called `seed` may be an integer of any kind, and reaches the function as Python's: the hash of a tensor,
+    or of a text, differs from run to run.
+
     Raises:
         WrongCallError: the arguments do not fit the signature; suggests the nearest name and lists all.
+        InvalidInputError: a seed that is not an integer.
 
     >>> @checked_names
     ... def rows(of, *, as_share=False):
@@ -71,6 +75,8 @@ def checked_names(function: Callable[Parameters, Returned]) -> Callable[Paramete
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         _bound(function, signature, args, kwargs)
+        if "seed" in kwargs:
+            kwargs["seed"] = whole_number("seed", kwargs["seed"])
         return function(*args, **kwargs)
 
     return checked

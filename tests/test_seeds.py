@@ -1,10 +1,12 @@
 """An evaluation over several seeds: means of the same prompts, or the prompts of all seeds."""
 
+import numpy as np
 import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl import evaluate
+from tensorlens_tl import circuits, compress, evaluate
+from tensorlens_tl.testing import tiny_model
 
 nan = float("nan")
 
@@ -65,3 +67,27 @@ def test_a_random_order_scatters_less_over_seeds():
 def test_runs_that_do_not_fit_are_refused(run, options, message):
     with pytest.raises(tlens.InvalidInputError, match=message):
         evaluate.over_seeds(run, **options)
+
+
+@pytest.mark.parametrize("seed", [np.int64(1), torch.tensor(1)])
+def test_seeds_are_integers_of_any_kind(seed):
+    """A tensor's hash is its place in memory: random scores of ``seed=torch.tensor(1)`` differed from call to call."""
+    model = tiny_model("hooked/ln")
+    frozen = tlens.freeze(model, torch.tensor([[7, 11, 23, 31]]))
+    calls = (
+        lambda seed: evaluate.induction(2, d_vocab=40, seed=seed).tokens,
+        lambda seed: evaluate.agreement(model, frozen.tokens, ["ifr", "random"], seed=seed).values,
+        lambda seed: evaluate.stability(model, frozen.tokens, ["ifr"], draws=1, seed=seed).values,
+        lambda seed: frozen.operator().norm(probes=3, seed=seed).scores,
+        lambda seed: compress.sharing(model, draws=1, seed=seed).chance,
+    )
+    for call in calls:
+        assert torch.equal(call(seed).nan_to_num(), call(1).nan_to_num())
+        for wrong in ("one", 0.5, None):
+            with pytest.raises(tlens.InvalidInputError, match="seed="):
+                call(wrong)
+    assert circuits.spectral_norm(frozen.operator(), seed=-seed) > 0
+
+
+def test_seeds_of_several_runs_are_integers_of_any_kind():
+    assert evaluate.over_seeds(made, np.arange(2)).settings["seed"] == [0, 1]

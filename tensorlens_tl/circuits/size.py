@@ -93,7 +93,7 @@ def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: int = 0) -> flo
     from scipy.sparse import linalg
 
     matrix = as_scipy(op)
-    start = np.random.default_rng(seed).standard_normal(matrix.shape[0]).astype(matrix.dtype)
+    start = np.random.default_rng(abs(seed)).standard_normal(matrix.shape[0]).astype(matrix.dtype)
     svds: Any = linalg.svds  # its type stubs lack the starting vector
     _, values, _ = svds(matrix, k=1, tol=tol, v0=start)
     return float(values[0])

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import Whole, checked_names, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import Methods, Scorer, Share, WholeNumber, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import hooked, lock_of
@@ -286,7 +286,7 @@ SUMMED = ("prompts", "dropped")
 
 @checked_names
 def over_seeds(
-    run: Callable[[int], Evaluation], seeds: Iterable[int] = (0, 1, 2), *, units: str = "same"
+    run: Callable[[int], Evaluation], seeds: Iterable[Whole] = (0, 1, 2), *, units: str = "same"
 ) -> Evaluation:
     """Run an evaluation once per seed, and join the results.
 
@@ -310,10 +310,10 @@ def over_seeds(
     >>> result.mean("similarity", "ifr") > 0.5
     True
     """
-    chosen = list(seeds)
+    chosen = [whole_number("seeds", seed) for seed in seeds] if isinstance(seeds, Iterable) else []
     if not chosen or len(set(chosen)) < len(chosen) or units not in ("same", "drawn"):
         raise InvalidInputError(
-            f"over_seeds: seeds={chosen}, units={units!r}; pass different seeds, and 'same' or 'drawn'."
+            f"over_seeds: seeds={seeds!r}, units={units!r}; pass different seeds, and 'same' or 'drawn'."
         )
     runs = [run(seed) for seed in chosen]
     first = runs[0]
