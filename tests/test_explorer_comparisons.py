@@ -217,6 +217,7 @@ def test_a_node_that_is_none_is_refused(model, node):
     ("view", "fields", "message"),
     [
         ("measured", {"text": PROMPT}, "measured nodes are of two runs"),
+        ("removed", PAIR, "tokens are removed from one run"),
         ("tokens", {"other_image": "2", "text": "If"}, "choose the first image, too"),
         ("tokens", {"image": "2", "other": "If"}, "send other_image to compare two images"),
         ("tokens", {"image": "2", "other_image": "99"}, "not here any more"),
@@ -256,6 +257,14 @@ def test_the_runner_up_of_each_run_is_named(model):
         # by default the target is compared with the second run's first choice, else with the first run's runner-up
         assert view["minus"]["id"] == (choice if view["second_choice"] else view["runners_up"][0]["id"])
     assert len(session.view("prompt", {"text": PROMPT})["runners_up"]) == 1
+
+
+def test_the_tokens_that_two_prompts_move_most_are_offered(model):
+    view = Session(model).view("prompt", {"text": PROMPT, "other": OTHER})
+    first, second = (tlens.freeze(model, text).logits()[0, 0].double().softmax(-1) for text in (PROMPT, OTHER))
+    moved = [torch.nn.functional.kl_div(b.log(), a, reduction="none") for a, b in ((first, second), (second, first))]
+    assert [token["id"] for token in view["moved"]] == [int(of.argmax()) for of in moved]
+    assert Session(model).view("prompt", {"text": PROMPT, "other": PROMPT})["moved"] == []
 
 
 def differing(model):
@@ -314,6 +323,16 @@ def test_the_page_says_whose_runner_up_it_is_and_offers_the_other(browser, opene
     )
     shown = float(several(browser, ".components .sum b")[2].get_attribute("title"))
     assert shown == pytest.approx(float(expected.total), abs=1e-5)
+
+
+def test_the_page_explains_the_tokens_that_moved_most_at_a_press(browser, opened, model):
+    load(browser, opened, text=PROMPT, other=OTHER)
+    first, second = Session(model).view("prompt", {"text": PROMPT, "other": OTHER})["moved"]
+    one(browser, "#moved").click()
+    wait(browser, lambda: f"target={first['id']}&" in browser.current_url + "&")
+    settled(browser)
+    assert f"minus={second['id']}" in browser.current_url
+    assert not several(browser, "#moved")
 
 
 def test_one_run_names_its_runner_up(browser, opened, model):

@@ -274,6 +274,26 @@ def test_every_node_of_the_graphs_picture_has_a_box(browser, opened):
 # ------------------------------------------------------------------ words and numbers
 
 
+def test_what_the_model_loses_without_each_token_stands_below_the_sum(browser, opened):
+    short = "If the file is not found, a FileNotFoundError is"
+    load(browser, opened, text=short)
+    session = opened._session
+    aim = {
+        key: token["id"] for key, token in session.view("prompt", {"text": short}).items() if key in ("target", "minus")
+    }
+    lost = tlens.attribute(tlens.freeze(session.model, short), method="leave-one-out", **aim).scores[0, 0]
+    assert session.view("removed", {"text": short})["scores"] == pytest.approx(lost.tolist())
+    shown = [float(bar.get_attribute("title")) for bar in several(browser, ".removed .bars .value")]
+    assert shown[0] == pytest.approx(float(lost[lost.abs().argmax()]), rel=1e-4)
+    load(browser, opened, text=PROMPT)  # a long prompt waits for a click
+    assert not several(browser, ".removed")
+    one(browser, "#remove").click()
+    wait(browser, lambda: several(browser, ".removed"))
+    assert not several(browser, "#remove")
+    load(browser, opened, text=PROMPT, other=OTHER)
+    assert not several(browser, ".removed")
+
+
 def test_the_baseline_of_a_difference_stands_beside_its_number(browser, opened):
     load(browser, opened, text=PROMPT, method="difference")
     live, baseline, change = (float(part.get_attribute("title")) for part in several(browser, ".tokens .sum + .sum b"))

@@ -79,6 +79,7 @@ def prompt_view(inquiry: Inquiry) -> View:
     if not inquiry.question.is_comparison:
         inquiry.calls.append(f"result = run.logits({inquiry.query})")
         return view
+    view["moved"] = [_token(model, token) for token in _moved(*logits)]
     if not inquiry.is_aligned:
         inquiry.calls.append("result = [of.logits() for of in (run, other)]")
         return view | {"aligned": aligned(*prompts)}
@@ -89,6 +90,14 @@ def prompt_view(inquiry: Inquiry) -> View:
 def _token(model: ModelView, token: int) -> View:
     """A token's number and text."""
     return {"id": token, "text": token_label(model, token)}
+
+
+def _moved(first: Float[Tensor, "d_vocab"], second: Float[Tensor, "d_vocab"]) -> list[int]:
+    """The tokens that the first and the second run make likelier most, by p·ln(p/q); none where nothing moves."""
+    logs = first.double().log_softmax(-1), second.double().log_softmax(-1)
+    change = logs[0] - logs[1]
+    more = logs[0].exp() * change, -logs[1].exp() * change
+    return [int(of.argmax()) for of in more] if all(float(of.max()) > 0 for of in more) else []
 
 
 def _likeliest(model: ModelView, chances: list[Float[Tensor, "d_vocab"]]) -> list[View]:
@@ -144,6 +153,15 @@ def tokens_view(inquiry: Inquiry) -> View:
         elif getattr(frozen.view.tokenizer, "mask_token_id", None) is not None:
             view["baseline"] = "the mask token in every place"
     return view
+
+
+def removed_view(inquiry: Inquiry) -> View:
+    """What the live model loses without each token, one at a time."""
+    if inquiry.question.is_comparison:
+        raise InvalidInputError("explorer: tokens are removed from one run; leave the second prompt out.")
+    options = {"query": inquiry.query, "method": "leave-one-out", **inquiry.target}
+    removed = inquiry.result(inquiry.run, "attribute", **options)
+    return {"scores": removed.scores[0, 0].tolist(), "label": removed.target}
 
 
 def components_view(inquiry: Inquiry) -> View:
@@ -509,6 +527,7 @@ VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
     "prompt": prompt_view,
     "mends": mends_view,
     "tokens": tokens_view,
+    "removed": removed_view,
     "components": components_view,
     "head": head_view,
     "why": why_view,
@@ -574,8 +593,8 @@ class Session:
         often that happened so far, is one more.
 
         Args:
-            name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"components"``, ``"head"``, ``"why"``, ``"routes"``,
-                ``"ablate"``, ``"graph"``, ``"measured"``, ``"neurons"``, ``"features"``, ``"feature"``,
+            name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"removed"``, ``"components"``, ``"head"``, ``"why"``,
+                ``"routes"``, ``"ablate"``, ``"graph"``, ``"measured"``, ``"neurons"``, ``"features"``, ``"feature"``,
                 ``"generated"`` or ``"image"``.
             fields: those of a `Question`.
 

@@ -62,7 +62,9 @@ def tensorlens(
     seed: int = 0,
     memory: Memory = None,
 ) -> Attribution:
-    """Collapse the whole model's tensor ``T[i,:,j,:]`` by its norm, between input and output, or onto a target.
+    """Score what each token gives to a logit, or to the output vector, through the frozen model (TensorLens).
+
+    The tensor ``T[i,:,j,:]`` of the whole model is collapsed onto a target, between input and output, or by its norm.
 
     Args:
         collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. The default is

@@ -7,7 +7,7 @@ import { ablateView, featureView, headView, neuronsView, whyView } from "./inspe
 import { begin, end } from "./jobs.js";
 import { listen, redraw } from "./keys.js";
 import { NOTHING, ask, forget, isAnswered, isPair, read, stop, write } from "./state.js";
-import { alignedView, componentsView, featuresView, mendsView, nextView, routesView, tokensView } from "./views.js";
+import { FEW_TOKENS, alignedView, componentsView, featuresView, mendsView, nextView, removedView, routesView, tokensView } from "./views.js";
 
 const find = (id) => document.getElementById(id);
 let about = { methods: [], dictionaries: [], two_models: false };
@@ -64,12 +64,13 @@ function places(state, prompt) {
   if (state.feature !== undefined && !two) list.push(["feature", "feature", (answer, prompt) => featureView(prompt, answer, state)]);
   if (about.dictionaries.length && !two) list.push(["features", "features", (answer) => featuresView(answer, state, go, about)]);
   if (two && state.measured) list.push(["measured", "measured", (answer, prompt) => measuredView(prompt, answer, state, go)]);
+  if (!two && !about.classes && (state.removed || prompt.tokens.length <= FEW_TOKENS)) list.push(["removed", "removed", (answer, prompt) => removedView(prompt, answer, about)]);
   if (two) list.push(["routes", "routes", (answer) => routesView(answer)]);
   return list;
 }
 
 // The rows of the page, and what the panel beside them holds.
-const ROWS = ["image", "generated", "tokens", "aligned", "next", "mends", "graph", "measured", "components", "features", "routes"];
+const ROWS = ["image", "generated", "tokens", "removed", "aligned", "next", "mends", "graph", "measured", "components", "features", "routes"];
 const slots = {};
 const panel = h("aside", { class: "panel", "aria-label": "What is opened", hidden: true });
 

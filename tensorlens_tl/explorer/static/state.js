@@ -1,11 +1,11 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
-const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop", "measured"];
+const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop", "measured", "removed"];
 const TEXTS = ["text", "other", "method", "rule", "part", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus", "new", "start"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
-  prompt: RUN, mends: RUN, components: RUN, routes: RUN,
+  prompt: RUN, mends: RUN, removed: RUN, components: RUN, routes: RUN,
   tokens: [...RUN, "method", "rule"],
   graph: [...RUN, "nodes", "rule"],
   measured: [...RUN, "nodes"],

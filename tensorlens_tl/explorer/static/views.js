@@ -2,6 +2,8 @@
 import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, strongest, sum, visible, worded } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
 
+export const FEW_TOKENS = 32; // of a longer prompt, removing each token waits for a click
+
 export function tokensView(prompt, view, state, go, about) {
   const two = isPair(state);
   const unit = about.classes ? "patch" : "token";
@@ -22,7 +24,18 @@ export function tokensView(prompt, view, state, go, about) {
     h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it.",
       /^<.+>$/.test(prompt.tokens[0]) && !two ? ` ${quoted(prompt.tokens[0])} begins every prompt: heads with nothing to read attend to it, so it may score high.` : ""),
     bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
+    !two && !about.classes && prompt.tokens.length > FEW_TOKENS && !state.removed ? h("button", { type: "button", id: "remove", onclick: () => go({ removed: 1 }) }, "Measure what the live model loses without each token") : null,
     says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.rule ?? view.method}`), h("p", {}, says)) : null);
+}
+
+// The sum holds attention fixed; here the model runs again, so that both may name different tokens.
+export function removedView(prompt, view, about) {
+  const scores = prompt.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
+  const table = { columns: ["token", "score"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.scores[at]]) };
+  return card("removed", "What the live model loses without a token", worded(view.label), menu(view.label, "removed", table, view.code),
+    bars(strongest(scores, false), { label: "Largest losses" }),
+    h("p", { class: "soft hint" }, "Each token is replaced in turn and the model runs again. A token that only directs attention counts here, but has a small part in an exact sum, which holds attention fixed."),
+    h("details", { class: "soft" }, h("summary", {}, "About leave-one-out"), h("p", {}, about.methods.find((of) => of.name === "leave-one-out").about)));
 }
 
 // Frozen beside live: the parts sum to the frozen model's number, and the live model's is what it has to be.
@@ -60,7 +73,16 @@ export function nextView(prompt, state, go, about, against) {
     two ? sideBySide(prompt.next, ["first run", "second run"], { label: "Next tokens of both runs; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }) }) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
       unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),
     }),
+    two ? movedLine(prompt, go) : null,
     h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus), typed));
+}
+
+// The tokens that moved most are often a better question than the likeliest ones, which both runs may agree on.
+function movedLine(prompt, go) {
+  const [first, second] = prompt.moved;
+  if (!first || (prompt.target.id === first.id && prompt.minus?.id === second.id)) return null;
+  return h("p", { class: "soft" }, "The prompts move these tokens most: ",
+    h("button", { type: "button", class: "example quiet", id: "moved", onclick: () => go({ target: first.id, minus: second.id }) }, `explain ${quoted(first.text)} against ${quoted(second.text)}`));
 }
 
 // Two prompts of different lengths, token under token; what only one of them has is marked.
