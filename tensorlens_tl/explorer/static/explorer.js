@@ -70,7 +70,7 @@ function places(state, prompt) {
 }
 
 // The rows of the page, and what the panel beside them holds.
-const ROWS = ["image", "generated", "tokens", "removed", "aligned", "next", "mends", "graph", "measured", "components", "features", "routes"];
+const ROWS = ["image", "generated", "tokens", "aligned", "next", "removed", "mends", "graph", "measured", "components", "features", "routes"];
 const slots = {};
 const panel = h("aside", { class: "panel", "aria-label": "What is opened", hidden: true });
 
