@@ -474,6 +474,7 @@ def test_the_known_source_of_an_answer_is_first(real, text, names):
         assert why.tokens[0].index(f" {source}") == best
 
 
+@pytest.mark.whole  # minutes: a commit runs it in its turn
 def test_a_perturbation_test_tells_the_default_method_from_a_random_order(real):
     """The mean embedding breaks these predictions wherever it stands; tokens that the model would write do not."""
     texts = [
@@ -488,6 +489,7 @@ def test_a_perturbation_test_tells_the_default_method_from_a_random_order(real):
 # ------------------------------------------------------------------ data sets, the command line, the explorer
 
 
+@pytest.mark.whole  # minutes: a commit runs it in its turn
 def test_a_data_set_of_200_rows_that_is_interrupted(real, tmp_path, monkeypatch):
     words = [real.tokenizer.decode([token]) for token in range(3000, 3200)]
     rows = [{"text": f"The word{word} means", "answer": " the"} for word in words]
