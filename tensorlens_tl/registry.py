@@ -524,9 +524,9 @@ def get_method(name: str) -> Method:
     >>> tlens.get_method("globenc").summary
     'The product over layers of norms through attention, residual and both norms (Modarressi 2022).'
     """
-    if name not in _METHODS:
+    if name not in list(_METHODS):
         _load_published()
-    if name not in _METHODS:
+    if name not in list(_METHODS):
         raise RegistryError(unknown_method(name, list_methods()))
     return _METHODS[name]
 

@@ -366,7 +366,10 @@ def _other_input(frozen: Any, x: Any, rule: FrozenRule) -> tuple[FrozenOperator,
     frozen.view.require_chain("bounds")
     op = frozen.operator(rule=rule)
     one_prompt(op)
-    x = torch.as_tensor(x).to(op.x)
+    try:
+        x = torch.as_tensor(x).to(op.x)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidInputError(f"x={x!r}: pass a tensor like the pass's input, {tuple(op.x.shape)}.") from None
     if x.shape != op.x.shape:
         raise InvalidInputError(f"x is {tuple(x.shape)}, the pass's input {tuple(op.x.shape)}.")
     return op, x

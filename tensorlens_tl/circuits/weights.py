@@ -26,7 +26,7 @@ d_head × d_head matrices: ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -350,6 +350,8 @@ def full_ov(
     last = stream_unembedding(view, fold_norms)
     if tokens is None:
         return _between_tokens(view, circuit, last)
+    if not isinstance(tokens, Iterable):
+        raise InvalidInputError(f"tokens={tokens!r}: pass a list of token ids.")
     read = torch.tensor([whole_number("tokens", token, 0, len(view.embedding) - 1) for token in tokens]).long()
     written = product(product(view.embedding[read.to(view.embedding.device)], circuit.A), circuit.B)
     return factored(written, last, _end_adapters(view, circuit))

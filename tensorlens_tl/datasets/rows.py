@@ -51,7 +51,7 @@ class Rows:
         good = [row for row in range(len(self)) if row not in self.errors]
         if not good:
             first = min(self.errors)
-            raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.errors[first]}.")
+            raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.errors[first].rstrip('.')}.")
         return good
 
     def record(self, row: int) -> dict[str, Any]:
@@ -83,6 +83,10 @@ class Rows:
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
     """Raise `InvalidInputError` for columns naming an unsupported option, or one that is also passed directly."""
+    if not isinstance(columns, Mapping | None):
+        raise InvalidInputError(
+            f"columns={columns!r}: pass a mapping of options to columns, such as {{'target': 'answer'}}."
+        )
     names = set(columns or {})
     unknown = sorted(names - set(PER_PROMPT))
     if unknown:

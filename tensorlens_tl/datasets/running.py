@@ -122,7 +122,7 @@ def attribute_dataset(
 def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
     """Return the work that `attribute_dataset` does for each row."""
     check_columns(columns, options)
-    if method not in CIRCUITS and method not in list_methods():
+    if method not in [*list_methods(), *CIRCUITS]:
         raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
     kind = CircuitTerms if method in CIRCUITS else Attributions
     return kind(method, keep, options, tuple(columns or {}))

@@ -539,6 +539,8 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
 
     Raises `InvalidInputError` if the cache lacks a name, or has another batch or length.
     """
+    if not hasattr(cache, "keys"):
+        raise InvalidInputError(f"cache: pass the cache of model.run_with_cache, not a {type(cache).__name__}.")
     missing = [name for name in names if name not in cache]
     if missing:
         raise InvalidInputError(

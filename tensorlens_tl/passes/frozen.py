@@ -41,6 +41,7 @@ from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.live import LiveModel, holding_hooks
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
+from tensorlens_tl.passes.target import chosen_heads
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -283,11 +284,13 @@ class FrozenPass(Linearisation):
         True
 
         Raises:
-            InvalidInputError: no such layer or rule.
+            InvalidInputError: no such layer, head or rule.
             FrozenModelError: the model has changed since the pass.
         """
         check_rule(rule)
         self.check_fresh()
+        if heads is not None:
+            heads = chosen_heads(self, layer, range(self.n_layers), heads)
         return self.maps.block_map(layer, rule=rule, heads=heads, mlp=mlp, layout=layout)
 
     def routing(self, layer: int) -> Routes:

@@ -648,7 +648,10 @@ def _rows(
         mask = torch.ones_like(tokens, dtype=torch.bool)
         if attention_mask is not None:
             refuse_meta(name, attention_mask)
-            mask = _batched(torch.as_tensor(attention_mask).bool())
+            try:
+                mask = _batched(torch.as_tensor(attention_mask).bool())
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise InvalidInputError(f"{name}: pass 1 at real tokens and 0 at padding ({error}).") from error
             if mask.shape != tokens.shape:
                 raise InvalidInputError(
                     f"{name} is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
@@ -1104,7 +1107,8 @@ def prompt_batches(
     if view.reads == "tokens":
         input = plain_input(view, input)
     together = set(WHOLE) & set(freezing)
-    if together or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
+    single = isinstance(input, str | Mapping) or getattr(input, "ndim", 1) == 0
+    if together or single or not hasattr(input, "__len__") or len(input) < 2:
         return [], []
     if view.reads != "tokens":
         prompt = prepare(view, input)

@@ -28,7 +28,7 @@ model.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -457,11 +457,11 @@ def _hook_names(view: ModelView, hooks: HookNames) -> list[str]:
         hooks = [*(block.resid_pre for block in known.blocks), known.last_output]
     if isinstance(hooks, str):
         hooks = [hooks]
-    names = list(hooks)
+    names = list(hooks) if isinstance(hooks, Iterable) else []
     if not names:
         raise InvalidInputError("hooks: none; pass names of hook points, or None for the stream before every block.")
     for name in names:
-        if name not in view.model.hook_dict:
+        if name not in list(view.model.hook_dict):
             near = difflib.get_close_matches(str(name), list(view.model.hook_dict), n=1)
             suggestion = f"; {near[0]!r}?" if near else "."
             raise InvalidInputError(f"hooks: no hook point {name!r} here{suggestion}")
