@@ -455,7 +455,11 @@ def of_sources(found: list[Line]) -> Iterator[str]:
             continue
         result = pooled(chosen)
         best, others = leading(result)
-        names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
+        names = [
+            name
+            for name in ("tensorlens target", "leave-one-out", "mean attention", "rollout attention", "random")
+            if name in result.methods
+        ]
         *means, last = (f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
         ranks = f"{', '.join(means)} and {last}"
         question = f"Which token was the answer read from ({prompts_of(chosen, result)})? "

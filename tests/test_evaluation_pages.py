@@ -141,6 +141,20 @@ def test_what_measuring_costs_on_a_short_prompt_is_quoted():
     assert "this takes about 35 forward passes" in page
 
 
+def test_attention_is_no_better_than_a_random_order_and_gates_make_no_significant_difference():
+    page = (DOCS / "choose.md").read_text(encoding="utf-8")
+    assert "the weights are no better than a random order" in page
+    assert "the default and this rule do not differ significantly for a logit difference" in page
+    for metric in ("mrr", "mrr of a difference"):
+        result = real["pooled"](real["lines_of"](real["lines"](), "sources", metric))
+        assert all(
+            result.mean(metric, f"{of} attention") <= result.mean(metric, "random") for of in ("mean", "rollout")
+        )
+    best, others = real["leading"](result)
+    assert best == "tensorlens target"
+    assert "relp" in others  # which is its rule on models with gates
+
+
 def test_names_with_commas_are_not_divided():
     section = (
         "* `mass`: first is **b**; not significantly different (corrected p ≥ 0.05, paired): a, biases, c. "

@@ -162,3 +162,13 @@ def test_a_question_leaves_no_tensor_behind(method, place, tmp_path, older):
     before = alive()
     question()
     assert alive() <= before
+
+
+@pytest.mark.parametrize(("family", "gates"), [("gpt2", 1), ("llama", 2)])
+def test_a_pass_keeps_what_the_page_of_costs_says(family, gates):
+    model = build_bridge(family, **WIDER[family])
+    cfg, n = model.cfg, 48
+    frozen = tlens.freeze(model, torch.arange(n)[None] % 7)
+    kept = sum(activation.nbytes for activation in frozen.capture.activations.values())
+    stated = cfg.n_layers * (cfg.n_heads * n**2 + n * (cfg.d_model + gates * cfg.d_mlp))
+    assert 1 <= kept / (frozen.output.element_size() * stated) < 1.15
