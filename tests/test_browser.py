@@ -468,7 +468,10 @@ def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
     assert browser.switch_to.active_element.get_attribute("data-name") == name.split(" at ")[0]
     largest = int(into.loc[into["weight"].abs().idxmax(), "source"])
     given = small.edges[small.edges["source"] == largest]["weight"].sum()
-    assert lines_of(browser, "Outputs")["sum"] == pytest.approx(given, rel=1e-3)
+    given_away = lines_of(browser, "Outputs")  # the drawn edges, and what goes to nodes that are not drawn, are its weight
+    weight = small.nodes["weight"].iloc[largest]
+    assert given_away["sum"] == pytest.approx(weight, rel=1e-3)
+    assert given_away["to what is not drawn"] == pytest.approx(weight - given, rel=1e-3)
     assert browser.execute_script("return document.querySelectorAll('.circuit svg.picked').length") == 1
 
 
@@ -560,6 +563,24 @@ def test_a_graph_of_500_nodes_answers(opened, width):
     assert (side["y"] >= graph["y"] + graph["height"]) is (width == 400)  # beside it, or below
 
 
+SEEN = """const [inner, outer] = [arguments[0], document.querySelector('.circuit .scroll')].map(e => e.getBoundingClientRect());
+    return inner.left >= outer.left && inner.right <= outer.right && inner.top >= outer.top && inner.bottom <= outer.bottom"""
+
+
+def test_a_graph_that_shrinks_shows_the_chosen_node_and_the_names_of_rows(opened):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser = opened("graph", 1280)
+    click(browser, browser.find_elements("css selector", ".circuit .t")[-1].find_element("css selector", "rect"))
+    chosen = find(browser, ".circuit .t[aria-pressed=true] rect")
+    browser.execute_script("document.querySelector('.circuit .both > .scroll').style.flex = '0 0 200px'")
+    WebDriverWait(browser, 10).until(lambda _: browser.execute_script(SEEN, chosen))
+    scroll = "const shell = document.querySelector('.circuit .scroll'); shell.scrollTo(shell.scrollWidth, 0)"
+    browser.execute_script(scroll)
+    label = browser.find_elements("css selector", ".circuit text.row")[0]
+    WebDriverWait(browser, 10).until(lambda _: browser.execute_script(SEEN, label))
+
+
 def test_a_graph_needs_no_script_to_be_read(opened, browser):
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
@@ -639,7 +660,7 @@ def test_layers_become_one_node_each(opened, browser, pages, by):
     small = pages[2]
     every = edges_of(browser)
     choose = """const box = document.querySelector('.by'); box.value = arguments[0];
-        box.dispatchEvent(new Event('input', {bubbles: true}))"""
+        box.dispatchEvent(new Event('change', {bubbles: true}))"""
     browser.execute_script(choose, by)
     used = small.nodes.loc[sorted(set(small.edges["source"]) | set(small.edges["target"]))]
     inner = used[~used["kind"].isin(["target", "others"])]

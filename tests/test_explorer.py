@@ -1172,7 +1172,7 @@ def test_pins_and_groups_are_in_the_link_and_undone(browser, opened):
     one(browser, ".graph-card .join").click()
     wait(browser, lambda: seen() == [[], ["#0"], ""])
     choose = "const s = document.querySelector('.by'); s.value = 'layer'"
-    browser.execute_script(f"{choose}; s.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    browser.execute_script(f"{choose}; s.dispatchEvent(new Event('change', {{bubbles: true}}))")
     wait(browser, lambda: "%22by%22%3A%22layer%22" in browser.current_url)
     link = browser.current_url
     browser.get("about:blank")

@@ -5,9 +5,9 @@
   if (window.tensorlensGraphs) return;
   window.tensorlensGraphs = {}; // what a page calls: `select` a node by its key, `arrange` pins and groups as a text says, `svg` for what is drawn
   document.documentElement.classList.add("tensorlens-live");
-  const SHOWN = 40; // lines of a list; the others are one more
+  const SHOWN = 40, FEW = 8; // lines of a list, at most and however small they are; the others are one more
   // pixels, as in drawing/graphs.py
-  const HIGH = 22, APART = 4, BETWEEN = 8, SIDE = 76, MARGIN = 8, LETTER = 6.6, WIDE = 900, CELLS = [260, 190, 130, 90, 60], BENT = 60, KEY_WIDTH = 92, KEY_HEIGHT = 18;
+  const HIGH = 22, APART = 4, BETWEEN = 8, SIDE = 76, MARGIN = 8, LETTER = 6.6, WIDE = 900, CELLS = [260, 190, 130, 90, 60], BENT = 60, KEY_WIDTH = 92, KEY_HEIGHT = 18, BAND = 18, BOWED = 40;
   const BESIDE = { queries: -7, keys: 7, gate: 14 };
   const states = new WeakMap();
   // four digits, and of numbers that stand together as many decimals as the largest has
@@ -47,6 +47,10 @@
     const state = { graph, svg, nodes, edges, sums: [], pinned: new Set(), chosen: null, sought: "", layers: [], groups: 0, zoom: 1 };
     state.shell = svg.parentElement;
     state.columns = [...svg.querySelectorAll(".column")];
+    svg.querySelectorAll("text.row").forEach((label) => label.remove());
+    state.rows = make(svg, "g", "", { class: "rows" });
+    if (state.columns.length) svg.append(state.columns[0].parentElement); // the headings lie on a band, on top of nodes
+    state.bands = [state.rows, ...state.columns.slice(0, 1).map((label) => label.parentElement)].map((group) => group.insertBefore(make(group, "rect", "", { class: "band" }), group.firstChild));
     state.target = nodes.find((node) => node.kind === "target") ?? nodes.at(-1);
     state.whole = "shown" in graph.dataset;
     state.keys = svg.querySelectorAll(".key text").length;
@@ -55,16 +59,18 @@
     state.largest = Math.max(...edges.map((edge) => Math.abs(edge.weight)));
     nodes.forEach((node) => dress(node.mark));
     state.shell.addEventListener("scroll", () => keepTokens(state));
-    new ResizeObserver(() => keepTokens(state)).observe(state.shell);
+    new ResizeObserver(() => {
+      if (state.seen !== state.shell.offsetWidth) reveal(state, true); // a panel beside it opened or closed, and at first
+      keepTokens(state);
+    }).observe(state.shell);
     if (state.whole) { // so many edges at first
       const sizes = edges.map((edge) => Math.abs(edge.weight)).sort((a, b) => b - a), least = sizes[Math.min(Number(graph.dataset.shown), sizes.length) - 1];
       graph.querySelector(".least").value = Math.floor(100 * Math.sqrt(least / state.largest));
     }
     show(state);
-    requestAnimationFrame(() => { state.shell.scrollLeft = state.target.x * state.zoom - state.shell.clientWidth / 2; }); // a narrow screen begins at the answer
     return state;
   };
-  const called = (node) => (node.at ? `${node.name} at ${node.at}` : node.name);
+  const called = ({ name, at, kind }) => (kind === "target" ? "answer" : name) + (at && ` at ${at}`);
   const dress = (mark) => {
     mark.setAttribute("role", "button");
     mark.setAttribute("aria-pressed", "false");
@@ -127,10 +133,12 @@
       label.toggleAttribute("hidden", x === undefined || grouped); // undefined would turn it over
       if (x !== undefined) set(label, { x, y: places.height - 8 });
     }
-    state.svg.querySelectorAll("text.row").forEach((label) => label.remove());
-    const first = state.svg.querySelector("path[data-e]");
-    for (const [name, y] of places.rows) state.svg.insertBefore(make(state.svg, "text", name, { class: "row", x: 4, y: y + 4 }), first);
+    state.rows.querySelectorAll("text").forEach((label) => label.remove());
+    for (const [name, y] of places.rows) make(state.rows, "text", name, { class: "row", x: 4, y: y + 4 });
     state.size = [Math.max(places.width, state.keys * KEY_WIDTH), places.height];
+    const top = state.keys ? KEY_HEIGHT : 0;
+    set(state.bands[0], { y: top, width: SIDE - MARGIN, height: places.height - top });
+    if (state.bands[1]) set(state.bands[1], { y: places.height - BAND, width: state.size[0], height: BAND });
     scale(state, state.zoom);
   };
   const wide = (line) => line.reduce((sum, node) => sum + node.wide + APART, -APART);
@@ -141,7 +149,8 @@
       const ofCell = inner(inner(lines, node.level, () => new Map()), node.column, () => []), last = ofCell.at(-1);
       if (last && wide([...last, node]) <= cell) last.push(node); else ofCell.push([node]);
     }
-    let x = SIDE, y = MARGIN + (state.keys ? KEY_HEIGHT : 0);
+    const spare = state.overTokens ? BOWED : 0; // edges of a single column bow beyond its nodes
+    let x = SIDE + spare, y = MARGIN + (state.keys ? KEY_HEIGHT : 0);
     for (const column of [...new Set(nodes.map((node) => node.column))].sort((a, b) => a - b)) {
       const most = Math.max(...[...lines.values()].flatMap((cells) => (cells.get(column) ?? []).map(wide)));
       columns.set(column, x + (MARGIN + most) / 2);
@@ -162,7 +171,7 @@
       }
       y += high + BETWEEN;
     }
-    return { columns, rows, width: x + MARGIN, height: y + BETWEEN };
+    return { columns, rows, width: x + MARGIN + spare, height: y + BETWEEN };
   };
   const set = (element, attributes) => Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
   const move = ({ mark, x, y, wide: width }) => {
@@ -184,24 +193,34 @@
     set(state.svg, { width: width * state.zoom, height: height * state.zoom, viewBox: `0 0 ${width} ${height}` });
     keepTokens(state);
   };
-  const keepTokens = (state) => { // the prompt stays in view
+  const scrolled = ({ shell, svg }) => shell.getBoundingClientRect().left - svg.getBoundingClientRect().left; // a report begins at its right end, where scrollLeft is 0
+  const keepTokens = (state) => { // the prompt and the names of rows stay in view
     const hidden = state.size[1] - (state.shell.scrollTop + state.shell.clientHeight) / state.zoom;
     state.svg.querySelector(".columns")?.setAttribute("transform", `translate(0 ${-Math.max(0, hidden)})`);
+    state.rows.setAttribute("transform", `translate(${Math.max(0, scrolled(state)) / state.zoom} 0)`);
+  };
+  // scrolls the picture, not the page, to the chosen node, or to the answer
+  const reveal = (state, always) => {
+    const { shell, zoom } = state, node = state.chosen ?? state.target;
+    const right = node.x * zoom - scrolled(state), down = node.y * zoom - shell.scrollTop;
+    const isSeen = right > SIDE * zoom + HIGH && right < shell.clientWidth - 2 * HIGH && down > HIGH && down < shell.clientHeight - 2 * HIGH;
+    if (always || !isSeen) shell.scrollBy(right - shell.clientWidth / 2, down - shell.clientHeight / 2);
+    state.seen = shell.offsetWidth;
   };
   const fit = (state) => scale(state, Math.min(1, state.shell.clientWidth / state.size[0]));
 
   const list = (state, all, limit) => {
     const side = state.graph.querySelector(".side"), node = state.chosen ?? (state.weighted ? state.target : null);
     side.replaceChildren();
+    if (state.chosen === null) make(side, "p", "Blue adds, orange takes away. Click a node, or press Enter on it, for its inputs and outputs. Arrow keys move; P pins, Escape lets go. Drag to move the picture.", { class: "n" });
     if (node) {
-      make(side, "div", called(node).replace(/^target\b/, "answer"), { class: "title" });
-      if (!node.members && state.weighted) make(side, "div", `${digits(node.weight)} to the target`, { class: "n" });
+      make(side, "div", called(node), { class: "title" });
+      if (!node.members && state.weighted) make(side, "div", `${digits(node.weight)} ${node === state.target ? "in all" : "to the answer, on all ways from here"}`, { class: "n" });
       if (node.live !== undefined) make(side, "div", `${digits(node.live)} lost when patched live`, { class: "n" });
-      if (node.members) make(side, "div", node.members.map(called).join(", "), { class: "n" });
+      if (node.members) make(side, "div", `${node.members.map(called).join(", ")}. A group has no number and no colour: an effect that passes through two of its nodes would count twice.`, { class: "n" });
       flows(side, "Inputs", all.filter((edge) => edge.to === node), "from", limit, state, node);
       flows(side, "Outputs", all.filter((edge) => edge.from === node), "to", limit, state, node);
     }
-    if (state.chosen === null) make(side, "p", "Click a node, or press Enter on it, for its inputs and outputs. Arrow keys move; P pins, Escape lets go. Drag to move the picture. Blue adds, orange takes away.", { class: "n" });
     if (!state.pinned.size) return;
     const pinned = make(side, "div", "Pinned: ", { class: "n" });
     state.pinned.forEach((other) => make(pinned, "button", called(other), { type: "button", class: "go" }).tensorlensNode = other);
@@ -209,7 +228,7 @@
 
   const flows = (side, title, edges, end, limit, state, node) => {
     if (!edges.length) return;
-    const shown = edges.filter((edge) => isShown(state, edge, limit)).sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
+    const shown = [...edges].sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight)).filter((edge, place) => place < FEW || isShown(state, edge, limit));
     const lines = shown.slice(0, SHOWN), left = edges.length - lines.length;
     const body = make(make(side, "table", "", { class: "r flows" }), "tbody");
     const apart = state.keys > 0, most = Math.max(...edges.map((edge) => Math.abs(edge.weight)), Math.abs(node.weight ?? 0));
@@ -224,10 +243,10 @@
     lines.forEach((edge) => line(edge[end], edge.weight, "", apart ? edge.reads : ""));
     if (left) line(`${left} smaller`, total(edges) - total(lines));
     if (!edges.length || !state.weighted) return; // scores of edges between parts without a weight do not add up to one
-    const rest = end === "to" || node.members ? 0 : node.weight - node.bias - total(edges);
+    const rest = node.members || (end === "to" && node.kind === "others") ? 0 : node.weight - (end === "from" ? node.bias : 0) - total(edges);
     if (end === "from" && node.bias) line("own bias", node.bias); // with all inputs it is the node's weight
-    if (Math.abs(rest) > 1e-6 * state.largest) line("not in this picture", rest);
-    line("sum", end === "to" || node.members ? total(edges) : node.weight, "sum");
+    if (Math.abs(rest) > 1e-6 * state.largest) line(end === "from" ? "not in this picture" : "to what is not drawn", rest);
+    line("sum", total(edges) + rest + (end === "from" ? node.bias : 0), "sum");
   };
 
   // ------------------------------------------------------------------ what is done
@@ -275,7 +294,10 @@
 
   window.tensorlensGraphs.select = (graph, key) => {
     const state = stateOf(graph), node = state?.nodes.find((of) => of.mark.dataset.node === key) ?? null;
-    if (state && state.chosen !== node) choose(state, node);
+    if (state && state.chosen !== node) {
+      choose(state, node);
+      if (node) reveal(state);
+    }
     return node !== null;
   };
   window.tensorlensGraphs.arrange = (graph, text) => {
@@ -329,6 +351,7 @@
     const most = (key) => Math.max(...members.map((node) => node[key]));
     const mark = make(state.svg, "g", "", { class: "t", tabindex: -1, "data-node": key, "aria-label": `${name}: ${members.map(called).join(", ")}` });
     dress(mark);
+    state.svg.insertBefore(mark, state.rows);
     make(mark, "rect", "", { rx: 4, class: "ground" });
     make(mark, "text", name, { "text-anchor": "middle" });
     const group = { mark, name, at: `${members.length} places`, row: members.at(-1).row, weight: null, bias: 0, parent: null, members, kind: "group" };
@@ -367,8 +390,9 @@
     const column = Math.max(...state.nodes.map((node) => node.column));
     state.overTokens = by === "layer";
     state.layers.forEach((group) => {
+      group.row = ""; // it is the node's own name
+      group.at = by === "layer" ? "" : group.members[0].at;
       if (by === "layer") group.column = column;
-      else group.at = group.members[0].at;
     });
     state.chosen = null;
     resum(state);
@@ -403,11 +427,11 @@
   const drawn = (state) => {
     const copy = state.svg.cloneNode(true), [width, height] = state.size;
     const [blue, orange] = ["--blue", "--orange"].map((name) => `rgb(${getComputedStyle(state.graph).getPropertyValue(name)})`);
-    copy.querySelectorAll("[hidden]").forEach((element) => element.remove());
+    copy.querySelectorAll("[hidden], .band").forEach((element) => element.remove());
     copy.querySelectorAll(".adds").forEach((path) => path.setAttribute("stroke", blue));
     copy.querySelectorAll(".takes").forEach((path) => path.setAttribute("stroke", orange));
     copy.querySelectorAll(".ground").forEach((box) => set(box, { stroke: blue, fill: "white" }));
-    copy.querySelectorAll(".columns").forEach((row) => row.removeAttribute("transform"));
+    copy.querySelectorAll(".columns, .rows").forEach((labels) => labels.removeAttribute("transform"));
     copy.querySelectorAll("*").forEach((element) => {
       for (const { name } of [...element.attributes]) if (/^(aria-|data-|role$|tabindex$|class$)/.test(name)) element.removeAttribute(name);
     });
@@ -491,14 +515,17 @@
 
   document.addEventListener("input", (event) => {
     const state = stateOf(event.target);
-    if (state && event.target.matches(".by")) {
-      const before = [state.chosen, null];
-      byLayer(state, event.target.value);
-      announce(state, before);
-    }
     if (!state || !event.target.matches(".least, .find")) return;
     state.sought = state.graph.querySelector(".find").value.trim().toLowerCase();
     show(state);
+  });
+
+  document.addEventListener("change", (event) => {
+    const state = stateOf(event.target);
+    if (!state || !event.target.matches(".by")) return;
+    const before = [state.chosen, null];
+    byLayer(state, event.target.value);
+    announce(state, before);
   });
 
   document.addEventListener("keydown", (event) => {
