@@ -166,7 +166,11 @@ def test_a_head_shows_its_pattern(model, session):
     assert sum(view["moved"]) == pytest.approx(view["score"], abs=1e-5)
     full = circuits.full_ov(frozen, 1, 0)
     row = (full.A @ full.B)[frozen.tokens[0, view["key"]]]
-    assert view["promotes"][0]["id"] == int(row.argmax())
+    explained = [session.view("prompt", {"text": PROMPT})[name]["id"] for name in ("target", "minus")]
+    promoted = {one["id"]: one["score"] for one in view["promotes"]}
+    assert [*promoted][:2] == explained
+    assert [*promoted][2] == next(token for token in row.argsort(descending=True).tolist() if token not in explained)
+    assert [*promoted.values()] == pytest.approx([float(row[token]) for token in promoted], rel=1e-5)
 
 
 WHY = {"layer": 2, "head": 1, "key": 4}
@@ -205,6 +209,15 @@ def test_all_others_are_no_more_than_what_they_stand_beside(session, other):
             assert max(others, default=0) <= max(listed)
             counted += len(others)
     assert counted
+
+
+def test_of_two_runs_the_token_that_gained_most_attention_is_explained(session):
+    fields = {"text": PROMPT, "other": OTHER, "layer": 1, "head": 1}
+    head = session.view("head", fields)
+    change = [first - second for first, second in zip(head["pattern"], head["other_pattern"], strict=True)]
+    assert max(change) < -min(change)  # it is not the one that changed most
+    assert head["key"] == change.index(max(change))
+    assert session.view("why", fields)["total"] == pytest.approx(max(change), abs=1e-6)
 
 
 def test_why_attention_moved_sums_to_the_change(session):
@@ -296,7 +309,9 @@ def test_a_typed_token_is_compared_with_as_its_number_is(model, session, fields)
     typed, numbered = (session.view("prompt", {"text": PROMPT, **fields, "minus": minus}) for minus in (" file", token))
     assert token not in [one["id"] for one in typed["next"]]
     assert typed == numbered
-    assert typed["minus"] == {"id": token, "text": " file"}
+    assert (typed["minus"]["id"], typed["minus"]["text"]) == (token, " file")
+    chances = model(model.to_tokens(PROMPT))[0, -1].double().softmax(-1)
+    assert typed["minus"]["chance"] == pytest.approx(float(chances[token]), rel=1e-4)
 
 
 @pytest.mark.parametrize("by", ["zero", "mean", "other"])
@@ -897,6 +912,10 @@ def load(browser, opened, **state):
     settled(browser)
 
 
+def percent(shown):
+    return float(shown.removesuffix(" %").replace("−", "-")) / 100
+
+
 def test_type_click_ablate_undo_reload(browser, opened, session):
     browser.get(opened.url)
     wait(browser, lambda: one(browser, "#model").text == "demo")
@@ -913,8 +932,8 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     wait(browser, lambda: several(browser, ".head"))
     head = session.view("head", {"text": PROMPT, "query": 20, **HEAD})
     chips = several(browser, ".head .chips .chip")[: len(head["pattern"])]
-    attention = [float(chip.get_attribute("title")) for chip in chips]
-    assert attention == pytest.approx(head["pattern"])
+    attention = [percent(chip.get_attribute("title")) for chip in chips]
+    assert attention == pytest.approx(head["pattern"], abs=6e-4)
     one(browser, "#ablate").click()
     wait(browser, lambda: several(browser, ".ablate"))
     ablated = session.view("ablate", {"text": PROMPT, "query": 20, "without": "L1H0"})
@@ -1023,6 +1042,29 @@ def test_two_prompts_show_their_difference(browser, opened, session):
     wait(browser, lambda: several(browser, ".aligned"))
     assert f"{len(session.view('prompt', {'text': 'Too short'})['tokens'])} tokens" in one(browser, ".aligned").text
     assert not several(browser, ".routes")
+
+
+@pytest.mark.parametrize("key", [3, 23])
+def test_a_head_says_whether_it_turned_to_a_token_or_away(browser, opened, session, key):
+    fields = {"text": PROMPT, "other": OTHER, "layer": 1, "head": 1, "key": key}
+    load(browser, opened, **fields)
+    wait(browser, lambda: several(browser, ".why .bars"))
+    head = session.view("head", fields)
+    runs = [head[name][key] for name in ("pattern", "other_pattern")]
+    assert ("turned away from" in one(browser, ".why h2").text) is (runs[0] < runs[1])
+    first, second = one(browser, f'.head .chip[data-at="{key}"]').get_attribute("title").split(" in the first run, ")
+    assert [percent(first), percent(second.removesuffix(" in the second"))] == pytest.approx(runs, abs=6e-4)
+    style = "return Number(arguments[0].style.getPropertyValue('--strength'))"
+    strength = browser.execute_script(style, one(browser, f'.head .chip[data-at="{key}"]'))
+    assert strength == pytest.approx(0.03 + 0.67 * abs(runs[0] - runs[1]), abs=1e-3)  # 1 is full, not the largest
+
+
+def test_one_token_that_differs_is_said_in_a_line(browser, opened):
+    load(browser, opened, text=PROMPT, other=OTHER)
+    assert not several(browser, ".tokens .bars")
+    assert "at position 3, the only token that differs" in one(browser, ".tokens").text
+    load(browser, opened, text=PROMPT)
+    assert several(browser, ".tokens .bars .name small")[0].text.isdecimal()
 
 
 def values(browser, selector):

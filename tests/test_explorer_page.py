@@ -303,6 +303,40 @@ def test_the_baseline_of_a_difference_stands_beside_its_number(browser, opened):
     assert change == pytest.approx(view["total"], abs=1e-5)
 
 
+@pytest.mark.parametrize("method", ["gim", "integrated-gradients"])
+def test_scores_that_miss_the_logit_say_how_much_is_not_attributed(browser, opened, method):
+    load(browser, opened, text=PROMPT, method=method)
+    view = opened._session.view("tokens", {"text": PROMPT, "method": method})
+    *parts, total, missing = (float(part.get_attribute("title")) for part in several(browser, ".tokens .sum b"))
+    assert parts == pytest.approx([sum(view["scores"]), *([view["bias"]] if view["bias"] else [])], rel=1e-5)
+    assert total == pytest.approx(view["total"], rel=1e-5)
+    assert missing == pytest.approx(total - sum(parts), rel=1e-5)
+    assert "not attributed" in one(browser, ".tokens .sum").text
+
+
+@pytest.mark.parametrize("nodes", [None, 5])
+def test_the_graph_says_what_its_share_is_of(browser, opened, nodes):
+    load(browser, opened, text=PROMPT, **({} if nodes is None else {"nodes": nodes}))
+    view = opened._session.view("graph", {"text": PROMPT, "nodes": nodes})
+    share = f"{100 * view['coverage']:.1f} %"
+    header = one(browser, ".graph-card header").text
+    assert f"the {view['count']} nodes drawn carry {share} of the answer’s inputs, added up without their signs" in header
+    assert (f"(partial: {share})" in header) is (nodes == 5)
+
+
+def test_routes_that_carry_almost_nothing_are_named_and_not_drawn(browser, opened):
+    load(browser, opened, text="If")
+    script = (
+        "const done = arguments[0]; import('/static/views.js').then(({ routesView }) => { const view = {"
+        "layers: ['L0', 'end'], routes: ['direct', 'keys', 'norms'], scores: [[9.5, 0.5, 0.001], [10, 0.0001, -0.002]],"
+        "total: 10, gap: 0, code: '' }; document.body.replaceChildren(routesView(view)); done(); })"
+    )
+    browser.execute_async_script(script)
+    rows = [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in several(browser, "tr")]
+    assert rows == [["", "direct", "keys"], ["L0", "+9.5", "+0.5"], ["end", "+10.0", ""]]
+    assert "not shown: norms." in one(browser, ".hint").text
+
+
 def test_methods_stand_in_groups_and_tokens_are_written_in_one_way(browser, opened):
     load(browser, opened, text=PROMPT)
     about = opened._session.about()["methods"]

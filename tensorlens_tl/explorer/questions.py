@@ -61,7 +61,8 @@ class Question:
         rule: of a single run, what stands in place of what is not linear, in the graph and in token scores of the
             default method; None is the frozen model.
         layer, head: the head that is looked at, or None.
-        key: the position that the head attends to, or None: the one it attends to most.
+        key: the position that the head attends to, or None: the one it attends to most; of two runs the one that gains
+            most.
         part: the row of a list that is opened, such as ``"query L20"``: tokens by position, layers, heads and MLPs.
         node: the MLP that is taken apart, such as ``"MLP2"``, or None.
         without: the heads and MLPs that are ablated together, such as ``"L1H3,MLP2"``, or None.

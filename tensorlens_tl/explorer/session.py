@@ -5,7 +5,7 @@ prompt. Nothing here knows of the web.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,11 +67,12 @@ def prompt_view(inquiry: Inquiry) -> View:
     target = inquiry.target
     foils = [runner_up(of, target["target"]) for of in logits]
     prompts = inquiry.prompts
+    chances = [of.double().softmax(-1) for of in logits]
     view = {
         "tokens": prompts[0].str_tokens[0],
         "query": inquiry.query,
-        "next": _likeliest(model, [of.double().softmax(-1) for of in logits]),
-        **{name: _token(model, token) for name, token in target.items()},
+        "next": _likeliest(model, chances),
+        **{name: _token(model, token, chances) for name, token in target.items()},
         "runners_up": [_token(model, token) for token in foils if token is not None],
         "second_choice": inquiry.second_choice not in (None, target["target"]),
         "numbers": [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in logits],
@@ -87,9 +88,11 @@ def prompt_view(inquiry: Inquiry) -> View:
     return view | {"changed": (prompts[0].tokens != prompts[1].tokens)[0].tolist()}
 
 
-def _token(model: ModelView, token: int) -> View:
-    """A token's number and text."""
-    return {"id": token, "text": token_label(model, token)}
+def _token(model: ModelView, token: int, chances: Sequence[Float[Tensor, "d_vocab"]] = ()) -> View:
+    """A token's number and text, and its probability in each run."""
+    names = ("chance", "other_chance")
+    said = {name: float(of[token]) for name, of in zip(names, chances, strict=False)}
+    return {"id": token, "text": token_label(model, token), **said}
 
 
 def _moved(first: Float[Tensor, "d_vocab"], second: Float[Tensor, "d_vocab"]) -> list[int]:
@@ -103,11 +106,7 @@ def _moved(first: Float[Tensor, "d_vocab"], second: Float[Tensor, "d_vocab"]) ->
 def _likeliest(model: ModelView, chances: list[Float[Tensor, "d_vocab"]]) -> list[View]:
     """The tokens that one of the runs finds likeliest, with their probability in each."""
     best = torch.stack(chances).amax(0).argsort(descending=True)[:BEST].tolist()
-    names = ("chance", "other_chance")
-    return [
-        _token(model, token) | {name: float(of[token]) for name, of in zip(names, chances, strict=False)}
-        for token in best
-    ]
+    return [_token(model, token, chances) for token in best]
 
 
 def mends_view(inquiry: Inquiry) -> View:
@@ -201,20 +200,20 @@ def head_view(inquiry: Inquiry) -> View:
         "score": float(terms[name][0, 0]),
         "key": key,
         "reads": frozen.str_tokens[0][key],
-        "promotes": _promotes(frozen, layer, head, key),
+        "promotes": _promotes(frozen, layer, head, key, [*inquiry.target.values()]),
     }
 
 
-def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]:
-    """The tokens whose logits a head raises most where it reads the key's token, by its weights alone."""
+def _promotes(frozen: FrozenPass, layer: int, head: int, key: int, explained: list[int]) -> list[View]:
+    """What a head gives to the explained tokens where it reads the key's token, by its weights alone, and the tokens to
+    which it gives most."""
     try:
         circuit = full_ov(frozen, layer, head, tokens=[int(frozen.tokens[0, key])])
     except TensorLensError:
         return []
     row = circuit.A[0] @ circuit.B
-    best = row.topk(min(TOP, len(row)))
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [_token(frozen.view, token) | {"score": score} for token, score in pairs]
+    best = [token for token in row.topk(min(TOP, len(row))).indices.tolist() if token not in explained]
+    return [_token(frozen.view, token) | {"score": float(row[token])} for token in explained + best]
 
 
 def routes_view(inquiry: Inquiry) -> View:

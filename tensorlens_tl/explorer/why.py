@@ -35,8 +35,8 @@ def attended(inquiry: Inquiry) -> tuple[int, int, int, list[Float[Tensor, "key"]
     patterns = [of.pattern(layer)[0, head, query] for of in runs]
     key = question.key
     if key is None:
-        strength = (patterns[0] - patterns[1]).abs() if len(patterns) > 1 else patterns[0]
-        key = int(strength.argmax())
+        gained = patterns[0] - patterns[1] if len(patterns) > 1 else patterns[0]
+        key = int(gained.argmax())
     return layer, head, key, patterns
 
 

@@ -41,15 +41,15 @@ function drawn(view, state, about) {
   holder.innerHTML = view.picture; // the library's own, every text in it escaped
   holder.addEventListener("chosen", ({ detail: { node, arranged } }) => last.go({ ...(node ? selection(node) : NOTHING), arranged: arranged || undefined }));
   const count = h("select", { "aria-label": "Nodes", onchange: (event) => last.go({ nodes: Number(event.target.value) || undefined }) },
-    h("option", { value: "", selected: state.nodes === undefined }, "80 % of the answer"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
+    h("option", { value: "", selected: state.nodes === undefined }, "80 % of the inputs"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
   const rule = isPair(state) ? null : h("select", { id: "rule", "aria-label": "Rule", onchange: (event) => last.go({ rule: event.target.value || undefined, method: undefined }) },
     about.rules.map((name) => h("option", { value: name === "frozen" ? "" : name, selected: name === (state.rule ?? "frozen") }, name)));
   const isRouted = nodes.some(({ name }) => /^L\d+H\d+\.[qkv]$/.test(name));
   const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
-  const part = view.covered ? "" : ` (partial: ${percent(view.coverage)})`;
+  const part = view.covered ? "" : state.nodes ? ` (partial: ${percent(view.coverage)})` : ` (${percent(view.coverage)}: the limit of ${view.count} nodes is reached)`;
   const { bias } = nodes.at(-1);
   return card("graph-card", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
-    `${worded(view.label)}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
+    `${worded(view.label)}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of the answer’s inputs, added up without their signs; all others are summed by layers`,
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), rule ? h("label", { class: "inline", title: "What stands in place of what is not linear, here and in the scores of tokens" }, "Rule ", rule) : null,
       isPair(state) && !about.two_models ? h("button", { type: "button", id: "measure", title: "Patch every drawn node with its value of the second run, one by one", onclick: () => last.go({ measured: last.state.measured ? undefined : 1 }) }, "Measure live") : null, menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
     holder, h("p", { class: "soft hint" }),
@@ -68,7 +68,7 @@ export function measuredView(prompt, view, state, go) {
   const table = { columns: ["node", ...columns], rows: names.map((name, at) => [name, ...values[at]]) };
   return card("measured", "What the live model loses", `${worded(view.label)}: each drawn node with its value of the second run, the others as they respond`,
     menu("measured", "measured", table, view.code),
-    matrix(names, columns, values, { label: "Drawn nodes, by the difference and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
+    matrix(names, ["total effect, by the difference", "patched live"], values, { label: "Drawn nodes, by the difference and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
     sum([["the first run", view.total]]),
     h("p", { class: "soft hint" }, "In the graph the fill of a node is what the difference finds, its outline what the live model loses: blue adds to the answer, orange takes from it. A head is patched whole, with its values, queries and keys. Neither column adds up: an effect that passes through two nodes counts for both."));
 }

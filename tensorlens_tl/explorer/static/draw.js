@@ -65,14 +65,13 @@ export const quoted = (token) => `“${visible(token).trim() || visible(token)}�
 // A label of the library, with tokens written as everywhere on the page.
 export const worded = (label) => label.replace(/'((?:[^'\\]|\\.)*)'/g, (_, text) => quoted(text.replaceAll("\\n", "\n").replaceAll("\\'", "'")));
 
-export function chips(tokens, { values, selected, changed, linked, pick, label }) {
-  const most = values ? largest(values) : 1;
+export function chips(tokens, { values, most = values ? largest(values) : 1, says, selected, changed, linked, pick, label }) {
   const start = selected ?? 0;
   return h("div", { class: "chips", role: "group", "aria-label": label, "data-rove": "" }, tokens.map((token, at) => {
-    const said = values ? `${visible(token)}, position ${at}: ${number(values[at])}` : `${visible(token)}, position ${at}`;
+    const said = `${visible(token)}, position ${at}${values ? `: ${says?.(at) ?? number(values[at])}` : ""}`;
     const kinds = ["chip", changed?.[at] && "changed", at === linked && "linked"].filter(Boolean).join(" ");
     return h(pick ? "button" : "span", {
-      type: pick ? "button" : undefined, class: kinds, title: values ? `${values[at]}` : said, "aria-label": said,
+      type: pick ? "button" : undefined, class: kinds, title: says?.(at) ?? (values ? `${values[at]}` : said), "aria-label": said,
       role: pick ? undefined : "img", "aria-pressed": pick && selected !== undefined ? String(at === selected) : undefined,
       "data-at": at, "data-item": "", tabindex: at === start ? 0 : -1,
       style: values ? tint(values[at], most) : {}, onclick: pick ? () => pick(at) : undefined,
@@ -82,6 +81,12 @@ export function chips(tokens, { values, selected, changed, linked, pick, label }
 
 // A token's leading space is a dot before its name, so that names stand in one line.
 export const spaced = (name) => ({ kind: /^ \S/.test(name) ? " spaced" : "", name: name.replace(/^ (?=\S)/, "") });
+
+// A token's position after its text, as “John” 10, is no number of the list.
+const placed = (name) => {
+  const [, token, at] = /^(.*”) (\d+)$/s.exec(name) ?? [];
+  return at === undefined ? [name] : [`${token} `, h("small", {}, at)];
+};
 
 const LISTED = 8;
 
@@ -106,8 +111,8 @@ export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
     const pressed = selected === undefined ? undefined : String(row.pick === selected);
     return [
       pick && row.pick !== undefined
-        ? h("button", { type: "button", class: `name${kind}`, title: full, "aria-pressed": pressed, onclick: () => pick(row.pick) }, name)
-        : h("span", { class: row.muted ? "name soft" : `name${kind}`, title: full }, name),
+        ? h("button", { type: "button", class: `name${kind}`, title: full, "aria-pressed": pressed, onclick: () => pick(row.pick) }, ...placed(name))
+        : h("span", { class: row.muted ? "name soft" : `name${kind}`, title: full }, ...placed(name)),
       h("span", { class: oneSided ? "bars-bar" : "bars-bar signed", "aria-hidden": "true" },
         row.muted ? null : h("i", { style: { ...tint(row.score, most), width: `${width}%`, left: `${left}%` } })),
       h("span", { class: "value", title: String(row.score) }, row.shown ?? shown(row.score)),
@@ -133,9 +138,10 @@ export function sideBySide(rows, names, { label, selected, pick }) {
     }));
 }
 
-export function matrix(rows, columns, values, { pick, selected, label }) {
+export function matrix(rows, columns, values, { pick, selected, label, blank }) {
   const most = largest(values.flat());
-  const shown = together(most);
+  const rounded = together(most);
+  const shown = (value) => (blank && !/[1-9]/.test(rounded(value)) ? "" : rounded(value));
   let first = true;
   return h("div", { class: "scroll" }, h("table", { class: "matrix", "aria-label": label, "data-rove": "" },
     h("tr", {}, h("th", {}), columns.map((name) => h("th", { scope: "col" }, name))),
@@ -166,7 +172,15 @@ export function map(rows, columns, values, { pick, selected, label }) {
     }));
   })));
   const layers = h("tr", {}, h("th", {}), rows.map((row, r) => h("th", { scope: "col" }, r % 5 ? "" : row)));
-  return h("div", {}, h("div", { class: "scroll" }, h("table", { class: "matrix map", "aria-label": label, "data-rove": "" }, cells, layers)), read);
+  const table = h("table", { class: "matrix map", "aria-label": label, "data-rove": "" }, cells, layers);
+  const scroll = h("div", { class: "scroll" }, table);
+  const sizes = values.map((column) => largest(column));
+  const strongest = sizes.indexOf(Math.max(...sizes));
+  requestAnimationFrame(() => { // once it is on the page: the strongest column is in view
+    const cell = table.querySelector(`[data-cell^="${strongest},"]`);
+    if (cell) scroll.scrollLeft += cell.getBoundingClientRect().right - scroll.getBoundingClientRect().left - scroll.clientWidth / 2;
+  });
+  return h("div", {}, scroll, read);
 }
 
 // An equation: each part is [what it is, value, what the pointer shows]; "=" begins the total.

@@ -183,10 +183,7 @@ function fail(message) {
 
 // The question in words, with the probabilities of both tokens.
 function title(prompt, state) {
-  const told = (token) => {
-    const row = prompt.next.find((of) => of.id === token.id);
-    return row ? `${quoted(token.text)} ${[row.chance, ...(isPair(state) ? [row.other_chance] : [])].map(percent).join(" after the first prompt, ")}${isPair(state) ? " after the second" : ""}` : quoted(token.text);
-  };
+  const told = (token) => `${quoted(token.text)} ${percent(token.chance)}${isPair(state) ? ` after the first prompt, ${percent(token.other_chance)} after the second` : ""}`;
   const asked = [prompt.target, prompt.minus].filter(Boolean);
   find("question").replaceChildren(`Why ${asked.map((token) => quoted(token.text)).join(" and not ")}? `, h("small", { class: "soft" }, asked.map(told).join(" · ")));
   find("question").hidden = Boolean(about.classes);

@@ -9,16 +9,19 @@ export function headView(prompt, view, state, go) {
   const moved = { columns: ["token", "attention", "moved"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.pattern[at], view.moved[at]]) };
   const change = view.other_pattern?.map((value, at) => view.pattern[at] - value);
   const total = view.moved.reduce((a, b) => a + b, 0);
-  return card("head", `Head ${view.name}`, `${isPair(state) ? "change of its" : "its"} direct effect ${number(view.score)}`,
+  const says = (at) => (change ? `${percent(view.pattern[at])} in the first run, ${percent(view.other_pattern[at])} in the second` : percent(view.pattern[at]));
+  return card("head", `Head ${view.name}`, `${change ? "change of its" : "its"} direct effect, straight to the logit: ${number(view.score)}`,
     h("div", { class: "row" },
       ablateButton(view.name, state, go),
       menu(`Head ${view.name}`, view.name, moved, view.code)),
     h("h3", {}, change ? "How its attention changed" : "Where it attends"),
-    chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at, part: undefined }) }),
-    h("h3", {}, "What it moves to the answer, by source token"),
+    chips(prompt.tokens, { values: change ?? view.pattern, most: 1, says, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at, part: undefined }) }),
+    h("p", { class: "soft hint" }, `To ${quoted(view.reads)}: ${says(view.key)}. Full colour is ${change ? "a change by " : ""}100 %.`),
+    h("h3", {}, change ? "What it moves to the answer, by the position whose change caused it" : "What it moves to the answer, by source token"),
+    change ? h("small", {}, `a change of its query counts at ${quoted(prompt.tokens[prompt.query])}, where it writes; one of its values or keys where it reads them`) : null,
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
     sum([["tokens", total], ["=", view.score], ["relative error", error(Math.abs(total - view.score)), total - view.score]]),
-    h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "computed from its weights alone; not part of any sum"),
+    h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "first the explained tokens, then the largest; by its weights alone, often unreadable, and not part of any sum"),
     view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."));
 }
 
@@ -37,7 +40,8 @@ export function whyView(prompt, view, state, go) {
     const other = opened.side === "query" ? "key" : "query";
     return h("div", { class: "inside" }, listed(opened, opened.pairs ? `${name} ${where[opened.side]}, with ${opened.by}s ${where[other]}` : `${name} ${where[opened.side]}, by part`));
   };
-  const title = `Why ${view.name} ${changes ? "turned" : "attends"} to ${quoted(prompt.tokens[view.key])}`;
+  const verb = !changes ? "attends to" : view.total < 0 ? "turned away from" : "turned to";
+  const title = `Why ${view.name} ${verb} ${quoted(prompt.tokens[view.key])}`;
   const table = { columns: ["by", "side", "source", "score"], rows: view.lists.flatMap((list) => list.rows.map((row) => [list.by, list.side, named(row.name, list.by), row.score])) };
   const sums = Object.entries(view.sums).map(([name, value]) => [where[name] ?? name, value]);
   return card("why", title, changes ? "the change of its attention, by what its query and its keys read" : "its attention score before the softmax, by what its query reads and, once more, by what its key reads",
@@ -74,7 +78,7 @@ export function ablateView(view, state, go) {
   return card("ablate", title, "in the live model: attention, activations and norms respond", menu(title, "ablation", table, view.code),
     h("div", { class: "row" }, view.nodes.map((name) => h("button", { type: "button", class: "gone", title: `Do not ablate ${name}`, onclick: () => go(toggled(state, name)) }, `${name} ×`)), by),
     runs.map(({ at, name }) => h("p", {}, name ? `After the ${name}: ` : "", view.answers.map((answer, number) => h("span", { class: "answer" }, number ? " · " : "", quoted(answer.text), " ", h("b", { title: String(answer.before[at]) }, percent(answer.before[at])), " → ", h("b", { title: String(answer.after[at]) }, percent(answer.after[at])))))),
-    sum([["before", view.before], ["ablated", view.after], ...(view.share === null ? [] : [[`of the ${of}`, `${(100 * view.share).toFixed(0).replace("-", "−")} % is left`, view.share]])]),
+    sum([["before", view.before], ["ablated", view.after], ...(view.share === null ? [] : [[`of the ${of}`, Math.abs(view.share) < 0.005 ? "nothing is left" : `${(100 * view.share).toFixed(0).replace("-", "−")} % is left`, view.share]])]),
     runs.map(({ next, name }) => h("div", {}, h("h3", {}, name ? `Next tokens after the ${name}` : "Next tokens"),
       sideBySide(next.slice(0, 6), ["before", "ablated"], { label: `Next tokens before and after${name ? ` the ablation, ${name}` : ""}` }))));
 }

@@ -16,6 +16,7 @@ export function tokensView(prompt, view, state, go, about) {
   const says = two ? "Each part of the exact change, with nothing held fixed." : view.rule ? `By the rule ${view.rule} in place of what is not linear, as in the graph, where it is chosen.` : about.methods.find((of) => of.name === view.method)?.about;
   return card("tokens", two ? `What changed the answer, by ${unit}` : `Which ${unit}${unit === "token" ? "s" : "es"} matter`, worded(view.label),
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
+    view.scores.some((score) => score < 0) || view.total !== null ? h("p", { class: "soft hint" }, view.total === null ? "" : "Numbers are logits. ", "Blue raises what is explained, orange lowers it.") : null,
     chips(prompt.tokens, {
       values: view.scores, selected: prompt.query, changed: prompt.changed, linked: state.at,
       label: about.classes ? "Patches, by row and column" : "Tokens; press one to ask about the prediction after it",
@@ -23,7 +24,7 @@ export function tokensView(prompt, view, state, go, about) {
     }),
     h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it.",
       /^<.+>$/.test(prompt.tokens[0]) && !two ? ` ${quoted(prompt.tokens[0])} begins every prompt: heads with nothing to read attend to it, so it may score high.` : ""),
-    bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
+    two && top.length === 1 ? h("p", { class: "soft" }, `All of it comes from ${top[0].name.replace(/ (\d+)$/, " at position $1")}, the only token that differs. The graph shows how.`) : bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
     !two && !about.classes && prompt.tokens.length > FEW_TOKENS && !state.removed ? h("button", { type: "button", id: "remove", onclick: () => go({ removed: 1 }) }, "Measure what the live model loses without each token") : null,
     says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.rule ?? view.method}`), h("p", {}, says)) : null);
 }
@@ -43,10 +44,11 @@ function tokenSum(prompt, view, two) {
   const parts = view.scores.reduce((a, b) => a + b, 0);
   if (view.total === null) return sum([["Not parts of a sum:", "compare these scores with each other only"]]);
   const live = two ? prompt.numbers[0] - prompt.numbers[1] : prompt.numbers[0];
-  const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
+  if (!view.additive) return sum([["tokens", parts], ...(view.bias ? [["+ bias", view.bias]] : []), ["of", view.total], ["not attributed", view.total - parts - view.bias]]);
+  const line = [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]];
   const runs = view.baseline ? [["live model", live], [`− with ${view.baseline}`, live - view.total], ["=", view.total]] : two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
   const shown = alike([...line, ...runs].map((part) => part[1]));
-  return h("div", {}, sum([...line, [view.additive ? "relative error" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
+  return h("div", {}, sum([...line, ["relative error", error(view.gap), view.gap]], shown), sum(runs, shown));
 }
 
 export function nextView(prompt, state, go, about, against) {
@@ -132,8 +134,12 @@ export function componentsView(view, state, go) {
 
 export function routesView(view) {
   const table = { columns: ["layer", ...view.routes], rows: view.scores.map((row, at) => [view.layers[at], ...row]) };
+  const isSmall = view.routes.map((_, at) => view.scores.every((row) => Math.abs(row[at]) < 0.01 * Math.abs(view.total)));
+  const seen = (row) => row.filter((_, at) => !isSmall[at]);
+  const small = view.routes.filter((_, at) => isSmall[at]);
   return card("routes", "By which routes it passes each layer", "each row sums to the whole change; rows are cuts at different depths and do not add up",
-    menu("routes", "routes", table, view.code), matrix(view.layers, view.routes, view.scores, { label: "Routes" }),
+    menu("routes", "routes", table, view.code), matrix(view.layers, seen(view.routes), view.scores.map(seen), { label: "Routes", blank: true }),
+    h("p", { class: "soft hint" }, "Empty cells round to zero.", small.length ? ` Below 1 % of the change in every layer, and not shown: ${small.join("; ")}.` : ""),
     sum([["each row =", view.total], ["relative error", error(view.gap), view.gap]]));
 }
 
