@@ -473,7 +473,9 @@ def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
     assert browser.switch_to.active_element.get_attribute("data-name") == name.split(" at ")[0]
     largest = int(into.loc[into["weight"].abs().idxmax(), "source"])
     given = small.edges[small.edges["source"] == largest]["weight"].sum()
-    given_away = lines_of(browser, "Outputs")  # the drawn edges, and what goes to nodes that are not drawn, are its weight
+    given_away = lines_of(
+        browser, "Outputs"
+    )  # the drawn edges, and what goes to nodes that are not drawn, are its weight
     weight = small.nodes["weight"].iloc[largest]
     assert given_away["sum"] == pytest.approx(weight, rel=1e-3)
     assert given_away["to what is not drawn"] == pytest.approx(weight - given, rel=1e-3)
@@ -568,8 +570,10 @@ def test_a_graph_of_500_nodes_answers(opened, width):
     assert (side["y"] >= graph["y"] + graph["height"]) is (width == 400)  # beside it, or below
 
 
-SEEN = """const [inner, outer] = [arguments[0], document.querySelector('.circuit .scroll')].map(e => e.getBoundingClientRect());
-    return inner.left >= outer.left && inner.right <= outer.right && inner.top >= outer.top && inner.bottom <= outer.bottom"""
+SEEN = """const box = e => e.getBoundingClientRect();
+    const inner = box(arguments[0]), outer = box(document.querySelector('.circuit .scroll'));
+    return inner.left >= outer.left && inner.right <= outer.right && inner.top >= outer.top
+        && inner.bottom <= outer.bottom"""
 
 
 def test_a_graph_that_shrinks_shows_the_chosen_node_and_the_names_of_rows(opened):

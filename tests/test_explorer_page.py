@@ -320,7 +320,9 @@ def test_the_graph_says_what_its_share_is_of(browser, opened, nodes):
     view = opened._session.view("graph", {"text": PROMPT, "nodes": nodes})
     share = f"{100 * view['coverage']:.1f} %"
     header = one(browser, ".graph-card header").text
-    assert f"the {view['count']} nodes drawn carry {share} of the answer’s inputs, added up without their signs" in header
+    assert (
+        f"the {view['count']} nodes drawn carry {share} of the answer’s inputs, added up without their signs" in header
+    )
     assert (f"(partial: {share})" in header) is (nodes == 5)
 
 
