@@ -684,12 +684,12 @@ def attribute(
                 f"attribute: a frozen pass has its input already; leave {', '.join(for_freeze)} out, or pass it to "
                 "freeze."
             )
-        return _answered(chosen, model, for_method)
+        return _run_for_queries(chosen, model, for_method)
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass text, the messages of a chat, or token ids.")
     rows, batches = prompt_batches(unchecked_view(model), input, for_freeze, memory)
     if len(batches) < 2:
-        return _frozen_and_answered(chosen, model, input, for_freeze, for_method)
+        return _freeze_and_run(chosen, model, input, for_freeze, for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
     split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
     check_slice(for_method.get("query"), [len(row) for row in rows])
@@ -698,7 +698,7 @@ def attribute(
         of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
             prompts = [rows[i] for i in batch]
-            parts.append(_frozen_and_answered(chosen, model, prompts, for_freeze, for_method | of_batch))
+            parts.append(_freeze_and_run(chosen, model, prompts, for_freeze, for_method | of_batch))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
@@ -768,24 +768,24 @@ def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None
     return query
 
 
-def _frozen_and_answered(
+def _freeze_and_run(
     method: Method, model: ModelLike, input: Any, for_freeze: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Attribution:
     """Freeze the model for a method, verify what the method reads of the pass, and run it."""
     proof: dict[str, Any] = {"verify": method.reads_maps, **for_freeze}
     with one_check(model):
         frozen = freeze(model, input, **proof, query=_logit_positions(method, options))
-        return _answered(method, frozen, options)
+        return _run_for_queries(method, frozen, options)
 
 
-def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
+def _run_for_queries(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """Run a method for each query, or for their mean."""
     query = options.get("query")
     if not isinstance(query, str) or query != MEAN:
-        return _computed(method, frozen, options)
+        return _run_checked(method, frozen, options)
     frozen.view.refuse_encoder_decoder("query='mean'")
     every = _with_prediction(frozen, options.get("target"))
-    result = one_query(_computed(method, frozen, {**options, "query": every}), mean=True)
+    result = one_query(_run_checked(method, frozen, {**options, "query": every}), mean=True)
     what = " of the ".join([MEAN_QUERY, *filter(None, [result.target])])
     return replace(result, target=what, options=result.options | {"query": MEAN})
 
@@ -805,7 +805,7 @@ def _with_prediction(frozen: FrozenPass | Difference, target: TokenLike) -> Quer
     return torch.stack(filled)
 
 
-def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
+def _run_checked(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """Run the method under the model's lock, so that no other thread can swap the weights meanwhile."""
     with one_check(frozen.view.model):
         frozen.check_fresh()
@@ -816,11 +816,11 @@ def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[
                 "tlens.Attribution.of(frozen, scores, method=..., query=...)."
             )
         if result.additive and not is_ours(str(method.function.__module__)):
-            result = _measured(frozen, result, options)
+            result = _with_measured_gap(frozen, result, options)
         return _with_tokens_of_queries(frozen, result, options)
 
 
-def _measured(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
+def _with_measured_gap(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
     """Measure the gap of a third-party method's sum, ignoring the one it reports.
 
     If the method was given a target, the total is the model's own logit, read here.

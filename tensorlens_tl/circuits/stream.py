@@ -908,7 +908,7 @@ def stream_target(
             "direction=, or all layers with their final norm. tlens.circuits.logit_lens unembeds the stream before "
             "every layer."
         )
-    positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
+    positions = one_query(frozen.prompt, query) if one else query_positions(frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     stream = Stream.of(frozen, rule, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
     if resolved.of_tokens:

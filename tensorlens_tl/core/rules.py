@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.secants import logarithmic_mean, slope
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models import FrozenRule
+from tensorlens_tl.models import FrozenRule, derivative
 
 Operation = Callable[..., Tensor]
 
@@ -171,13 +171,6 @@ def weighted(pattern: Tensor, scores: Tensor, weights: Tensor, dim: int) -> Tens
     """Run a softmax whose gradient uses other weights: w·(s − Σ w·s / Σ w)."""
     given = weights * scores.masked_fill(weights == 0, 0.0)  # a masked score is −∞
     return stands(pattern, given - weights * (given.sum(dim, keepdim=True) / weights.sum(dim, keepdim=True)))
-
-
-def derivative(f: Operation, z: Tensor) -> Tensor:
-    """Return φ'(z) elementwise."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        return torch.autograd.grad(f(z).sum(), z)[0]
 
 
 class Doubt(torch.autograd.Function):

@@ -285,7 +285,7 @@ class Reproduction(Result):
     def _figure(self, k: int, metric: str | None = None, methods: list[str] | None = None, *, ax: Any) -> Any:
         return self.evaluation.plot(metric=metric, methods=methods, ax=ax)
 
-    def _keep(self, path: Path) -> Path:
+    def _write(self, path: Path) -> Path:
         """Write the evaluation to one file, for `Reproduction.load` or `Evaluation.load`."""
         return self.evaluation.save(path)
 

@@ -160,8 +160,8 @@ def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"]
     return coefficients(phi, gate, pre_in, rule, weights.linear_activation)
 
 
-def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = None) -> Chain:
-    """Return an MLP with its activation replaced by these coefficients; `post` is a factor of the hidden vector."""
+def mlp_chain(weights: MLPWeights, held: Coefficients) -> Chain:
+    """Return an MLP with its activation replaced by these coefficients."""
     through = Diagonal(held.through, held.offset(weights.b_post))
     if weights.W_gate is None or held.gate is None:
         hidden: tuple[AffineMap, ...] = (Linear(weights.W_in, weights.b_in), through)
@@ -171,18 +171,16 @@ def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = Non
             Chain((Linear(weights.W_gate, weights.b_gate), Diagonal(held.gate))),
         )
         hidden = (Sum(branches),)
-    if post is not None:
-        hidden = (*hidden, Diagonal(post))
     return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
 
 
 def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Chain:
     """Return an MLP as a map of its input."""
-    held = held_coefficients(weights, x, rule)
+    chain = mlp_chain(weights, held_coefficients(weights, x, rule))
     if weights.post_factor is None:
-        return mlp_chain(weights, held)
-    *hidden, _ = mlp_chain(weights, held).stages
-    return mlp_chain(weights, held, weights.post_factor(Chain(tuple(hidden))(x)))
+        return chain
+    *hidden, written = chain.stages
+    return Chain((*hidden, Diagonal(weights.post_factor(Chain(tuple(hidden))(x))), written))
 
 
 def expert_maps(
@@ -899,7 +897,6 @@ class BlockMaps(Blocks):
         """The input of a block's MLP, computed from the block's input, at the positions that the block acts on."""
         layout = self.layouts[layer]
         start, stop = self.capture.side(layer)
-        norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         if layout.parallel:
             x = self.capture.resid_read(layer)
         else:
@@ -909,7 +906,7 @@ class BlockMaps(Blocks):
         x = x[:, start:stop]
         if layout.mlp.before is None:
             return x
-        return norms[layout.mlp.before](x)
+        return self.norm(layer, layout.mlp.before)(x)
 
     @reads_weights
     def experts(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:

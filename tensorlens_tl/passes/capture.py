@@ -457,13 +457,13 @@ class Capture:
         patterns = (
             self.pattern(layer) for layer, points in enumerate(self.points.blocks) if points.pattern is not None
         )
-        return any(bool((pattern.triu(1) * self.mask[:, None, :, None]).any()) for pattern in patterns)
+        return any(looks_ahead(pattern, self.mask) for pattern in patterns)
 
     def _looks_ahead(self, pattern: str) -> bool:
         """Whether a pattern has weight on later tokens; for a recomputed one, given by the reach of its keys."""
         if pattern not in self.activations and pattern in self.held_scores:
             return self.held_scores[pattern].ahead != 0
-        return has_weight_ahead(self.activation(pattern))
+        return looks_ahead(self.activation(pattern))
 
     # ------------------------------------------------------------------ parts of the pass
 
@@ -519,12 +519,16 @@ class Capture:
         return replace(self, prompt=prompt, activations=activations, held_scores={}, additions=additions)
 
 
-def has_weight_ahead(pattern: Float[Tensor, "batch head query key"], rows: int = 128) -> bool:
-    """Return whether any query has weight on a later key, checking a few rows at a time to avoid a copy."""
-    for start in range(0, pattern.shape[-2], rows):
-        stop = start + rows
-        within = pattern[..., start:stop, start:stop]
-        if bool(pattern[..., start:stop, stop:].any()) or bool(within.triu(1).any()):
+def looks_ahead(
+    pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"] | None = None
+) -> bool:
+    """Return whether any query, or any real one, has weight on a later key, checking some queries at a time."""
+    for start in range(0, pattern.shape[-2], 128):
+        at = slice(start, start + 128)
+        ahead = pattern[..., at, start:].triu(1) != 0
+        if mask is not None:
+            ahead &= mask[:, None, at, None]
+        if bool(ahead.any()):
             return True
     return False
 

@@ -40,7 +40,7 @@ from tensorlens_tl.models.lifecycle import OncePerWeights, WeightState, configur
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.capture import Additions, Capture, HeldConfiguration
+from tensorlens_tl.passes.capture import Additions, Capture, HeldConfiguration, looks_ahead
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import (
     CacheLike,
@@ -62,7 +62,6 @@ from tensorlens_tl.passes.proof import (
     SeenWrites,
     check_pattern,
     compared_positions,
-    looks_ahead,
     prove,
     sampled_positions,
 )

@@ -107,14 +107,6 @@ class Collapse:
         return self.scores * torch.where(estimated, factor, 1.0).to(self.scores)
 
 
-def factors(weights: object, total: Float[Tensor, "batch query"]) -> Float[Tensor, "batch query"]:
-    """Return the factors of the queries' targets, in the dtype of their totals."""
-    if not isinstance(weights, Tensor) or weights.shape != total.shape or not bool(torch.isfinite(weights).all()):
-        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise InvalidInputError(f"weights: {shape}; pass finite numbers {list(total.shape)}, one for each query.")
-    return weights.to(total)
-
-
 @dataclass(frozen=True, eq=False)
 class Question:
     """`vectors` to pull, one for each query at `positions`, and the number `total` that the scores must sum to.
@@ -161,8 +153,13 @@ class Question:
         vectors = self.vectors * real[..., None]
         return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
 
-    def weighted(self, weights: Float[Tensor, "batch query"]) -> "Question":
-        """Return the same, times a number for each query."""
+    def weighted(self, weights: Any) -> "Question":
+        """Return the same, times a number for each query, `[batch, query]`."""
+        shape = self.total.shape
+        if not isinstance(weights, Tensor) or weights.shape != shape or not bool(torch.isfinite(weights).all()):
+            given = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise InvalidInputError(f"weights: {given}; pass finite numbers {list(shape)}, one for each query.")
+        weights = weights.to(self.total)
         return replace(
             self,
             vectors=self.vectors * weights[..., None].to(self.vectors),
@@ -513,7 +510,7 @@ class FrozenOperator:
         place_bias = places_bias(bias)
         question = self._question(target, minus, direction, positions)
         if weights is not None:
-            question = question.weighted(factors(weights, question.total))
+            question = question.weighted(weights)
         sources = chosen_keys(self.frozen.prompt, keys)
         return self._scores(question, place_bias, memory, summed=summed, sources=sources)
 

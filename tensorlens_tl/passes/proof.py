@@ -33,6 +33,7 @@ from tensorlens_tl.passes.inputs import Prompt, query_positions
 
 POSITIONS = 8
 """The number of queries of each prompt in a sampled proof."""
+SAMPLED = "sampled positions of each prompt"
 
 
 # ------------------------------------------------------------------
@@ -208,23 +209,11 @@ def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: AffineMap
     return Chain((*stages, end))
 
 
-def write_errors(
-    maps: BlockMaps,
-    layer: int,
-    layout: Layout,
-    seen: Mapping[str, Tensor],
-    noted: Mapping[str, Tensor],
-    rounded: Sequence[Mapping[str, Tensor]] = (),
-) -> list[WriteError]:
-    """Return the errors of a block's map at its hook points, in the order of the pass.
+class _Comparison:
+    """The comparison of one block's hook points with the results of its map.
 
     `seen` has the model's activations, `noted` the map's; the difference of `rounded` from `noted` is not counted.
     """
-    return list(_Comparison(maps, layer, layout, seen, noted, rounded).errors())
-
-
-class _Comparison:
-    """The comparison of one block's hook points with the results of its map."""
 
     def __init__(
         self,
@@ -233,7 +222,7 @@ class _Comparison:
         layout: Layout,
         seen: Mapping[str, Tensor],
         noted: Mapping[str, Tensor],
-        rounded: Sequence[Mapping[str, Tensor]],
+        rounded: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         self.maps = maps
         self.layer = layer
@@ -504,7 +493,7 @@ def projected_errors(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[
     output = after_attention + mlp.shown
     compared = {name: tensor for name, tensor in seen.items() if name not in (attention.point, mlp.point)}
     noted = {"heads": heads, "hidden": hidden, "output": output}
-    writes = write_errors(maps, layer, layout, compared, noted)
+    writes = list(_Comparison(maps, layer, layout, compared, noted).errors())
     expected = maps.capture.resid_pre(layer + 1)
     error = relative_error(output, expected, maps.mask)
     for product, reads in ((attention, heads), (mlp, hidden)):
@@ -586,12 +575,7 @@ class Proof:
     @property
     def scope(self) -> str:
         """The positions at which blocks were verified, in words."""
-        return scope_of(self.positions)
-
-
-def scope_of(positions: Int[Tensor, "batch query"] | None) -> str:
-    """Return the positions of a proof in words."""
-    return "every position" if positions is None else "sampled positions of each prompt"
+        return "every position" if self.positions is None else SAMPLED
 
 
 _unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
@@ -850,7 +834,8 @@ class _BlockProof:
         if self.positions is not None:
             maps = maps.with_capture(maps.capture.block_at(self.layer, self.positions))
         error = block_error(maps.capture, self.layer, noted["output"])
-        return BlockErrors(error, write_errors(maps, self.layer, layout, self.seen, noted, rounded))
+        comparison = _Comparison(maps, self.layer, layout, self.seen, noted, rounded)
+        return BlockErrors(error, list(comparison.errors()))
 
     def _refusal(self) -> str:
         maps = self.maps
@@ -863,7 +848,7 @@ class _BlockProof:
         errors = {layout: self.errors(layout) for layout in self.search.candidates}
         best = min(errors.values(), key=lambda error: error.output)
         tried = ", ".join(f"{layout.name} {error.output:.1e}" for layout, error in errors.items())
-        where = "" if self.positions is None else f" at {scope_of(self.positions)}"
+        where = "" if self.positions is None else f" at {SAMPLED}"
         first = best.first_above(maps.tolerance)
         part = (
             "Attention and MLP agree where they can be seen; the difference is in the norms or in "
@@ -942,16 +927,7 @@ def _named(write: WriteError) -> str:
 
 
 # ------------------------------------------------------------------
-# Checks of a single attention pattern: padding, and whether it looks ahead.
-
-
-def looks_ahead(pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"]) -> bool:
-    """Return whether a real query has weight on later tokens."""
-    keys = torch.arange(pattern.shape[-1], device=pattern.device)
-    return any(
-        bool(((pattern[:, :, at] != 0) & (keys > queries[:, None]) & mask[:, None, at, None]).any())
-        for at, queries in _some_queries(pattern)
-    )
+# The check of a single attention pattern for padding.
 
 
 def check_pattern(

@@ -484,7 +484,7 @@ class Circuit(SharedGraph):
             graph.add_edge(source, node_read_at(destination), name, name=name, weight=score, reads=reading(destination))
         return graph
 
-    def _keep(self, path: Path) -> Path:
+    def _write(self, path: Path) -> Path:
         """Write the benchmark's JSON, with null for NaN scores."""
         sources = [_benchmark_name(name) for name in self.sources]
         destinations = [_benchmark_name(name) for name in self.destinations]

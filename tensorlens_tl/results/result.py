@@ -203,7 +203,7 @@ class Result(Stored, ABC):
                 )
             content = _drawn(suffix, self, batch=batch)
         elif suffix in self.LOADABLE:
-            return self._keep(path)
+            return self._write(path)
         else:
             content = self._writers()[suffix](self)
         with replacing(path) as temporary:

@@ -95,7 +95,7 @@ class Stored:
         every = {field.name: _shaped(field) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         return {name: shaped for name, shaped in every.items() if shaped is not None}
 
-    def _keep(self, path: Path) -> Path:
+    def _write(self, path: Path) -> Path:
         """Write the file that `load` reads: safetensors with the facts as JSON metadata, never pickle."""
         wrong = self._wrong_facts(vars(self))
         if wrong:
