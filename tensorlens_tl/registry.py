@@ -553,9 +553,9 @@ def get_layer_map(name: str) -> LayerMap:
     >>> tlens.registry.get_layer_map("globenc").holds_residual
     True
     """
-    if name not in _LAYER_MAPS:
+    if name not in list(_LAYER_MAPS):
         _load_published()
-    if name not in _LAYER_MAPS:
+    if name not in list(_LAYER_MAPS):
         raise InvalidInputError(f"layer_map={name!r}; use one of {', '.join(map(repr, _LAYER_MAPS))}.")
     return _LAYER_MAPS[name]
 

@@ -488,7 +488,7 @@ MISTAKES = {
     # ------------------------------------------------------------------ results and files
     "k of no entries": (lambda c: c.attribution.top(0), "k=0", "k", "at least 1"),
     "a query that a result lacks": (lambda c: c.attribution.top(3, query=5), "query=5", "query", "query='all'"),
-    "a prompt that a result lacks": (lambda c: c.attribution.top(3, batch=5), "batch=5", "batch", "1 prompts"),
+    "a prompt that a result lacks": (lambda c: c.attribution.top(3, batch=5), "batch=5", "batch", "1 prompt,"),
     "a kind of file": (
         lambda c: c.attribution.save(c.folder / "a.docx"),
         "'.docx'",
@@ -829,6 +829,14 @@ MISTAKES = {
         "column",
         "'text'",
     ),
+    "a list of layer maps": (
+        lambda c: tlens.attribute(c.frozen, method="rollout", layer_map=["norm", "ifr"]),
+        "['norm', 'ifr']",
+        "layer_map",
+        "'norm'",
+    ),
+    "the listed tokens of a second prompt": (lambda c: c.attribution.listed(1), "1", "batch", "0"),
+    "the description of a second prompt": (lambda c: c.attribution.describe(1), "1", "batch", "0"),
     "one token of several": (lambda c: circuits.full_ov(c.model, 0, 0, tokens=3), "tokens=3", "tokens", "list"),
     "one head of several": (lambda c: c.frozen.block(0, heads=3), "layer 0", "heads", "{0: [0, 2]}"),
     "a head that a block lacks": (lambda c: c.frozen.block(0, heads=[4]), "=4", "heads", "0 to 3"),

@@ -495,6 +495,7 @@ class Attribution(Explained, QueryScores):
         """Describe the scores in one line: for one prompt or (None) all, and for one query `row` or all."""
         target = shown_target(self.target)
         if batch is not None:
+            check_batch(batch, self.tokens)
             target = self._target_of_prompt(batch, row)
         notes = [": ".join(filter(None, [self.method, target]))]
         if self.gap is not None:
@@ -651,6 +652,7 @@ class Attribution(Explained, QueryScores):
 
     def listed(self, batch: int) -> list[int]:
         """Return the positions of real source tokens that are not hidden."""
+        check_batch(batch, self.tokens)
         return self._listed[batch].nonzero()[:, 0].tolist()
 
     @property

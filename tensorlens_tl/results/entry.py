@@ -141,7 +141,9 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
     """Raise `InvalidInputError` for a prompt index that the result does not have."""
     batch = whole_number("batch", batch, why="one of the prompts")
     if not -len(prompts) <= batch < len(prompts):
-        raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
+        raise InvalidInputError(
+            f"batch={batch}, but this result holds {prompts_in_words(len(prompts))}, numbered from 0."
+        )
 
 
 def prompts_in_words(count: int) -> str:
