@@ -311,6 +311,15 @@ def test_options_belong_to_their_command(capsys, arguments):
     assert "there is no option" in said or "no number of at least 1" in said
 
 
+@pytest.mark.parametrize(
+    ("option", "message"), [("--share 2", "no share above 0"), ("--share x", "'x'"), ("--neurons x", "such as 0.1")]
+)
+def test_parts_of_a_graph_that_are_no_number(capsys, option, message):
+    with pytest.raises(SystemExit):
+        main(["graph", "for x in", *option.split()])
+    assert message in capsys.readouterr().err
+
+
 def test_methods_with_options_of_any_name_get_them(capsys, clean_registry):
     given = {}
 

@@ -830,8 +830,9 @@ def test_a_question_whose_page_went_away_is_dropped(opened, monkeypatch):
 
 
 def test_a_taken_port_is_refused(opened, session):
-    with pytest.raises(tlens.InvalidInputError, match="cannot listen on port"):
-        Explorer(session, opened._server.port)
+    for port in (opened._server.port, 99_999, -1):
+        with pytest.raises(tlens.InvalidInputError, match="cannot listen on port"):
+            Explorer(session, port)
 
 
 def test_without_the_extra_it_says_what_to_install(session, monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +40,8 @@ def in_bytes(memory: Memory) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?i?B?)\s*", memory, flags=re.IGNORECASE)
         if match and match[2].upper() in UNITS:
             size = float(match[1]) * UNITS[match[2].upper()]
-    elif isinstance(memory, int) and not isinstance(memory, bool):
-        size = memory
+    elif isinstance(memory, Integral) and not isinstance(memory, bool):
+        size = int(memory)
     if not size >= 1:
         raise InvalidInputError(f"memory={memory!r}: pass bytes, or a text such as '512MB' or '2GiB'.")
     return int(size)
@@ -69,7 +70,7 @@ def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int 
     bound = in_bytes(memory)
     if memory is not None and bytes_per_row > bound:
         raise SizeError(
-            f"{what}: one row of this prompt takes {bytes_per_row / 10**6:.1f} MB, more than memory={memory!r}. Raise "
+            f"{what}: one row of this prompt takes {bytes_per_row:,} bytes, more than memory={memory!r}. Raise "
             "it, or freeze fewer or shorter prompts at once."
         )
     step = max(1, min(bound // max(bytes_per_row, 1), -(-rows // parts)))

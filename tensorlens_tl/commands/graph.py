@@ -44,16 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parts(text: str) -> int | float:
     """How many neurons or source tokens, or a share of the largest."""
-    if text.isdecimal():
-        return int(text)
-    return float(text)
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share, such as 0.1") from None
 
 
 def share(text: str) -> float:
     """A share, above 0 and at most 1."""
-    if not 0 < float(text) <= 1:
-        raise ValueError
-    return float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share above 0 and at most 1")
+    return number
 
 
 def run(args: argparse.Namespace) -> None:
