@@ -54,7 +54,7 @@ def of_data_sets(results: Tables) -> str:
     return (
         f"On two cores, `attribute_dataset` explained {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model "
         f"at {ours[8192]:.0f} rows a second, including every check. That is {ours[8192] / loop:.1f} times the rate of a loop over "
-        f"`attribute`, and {ours[8192] / plain[best]:.2f} times that of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, it used {memory[2048]:.0f} MB "
+        f"`attribute`, and {ours[8192] / plain[best]:.2f} times that of the fastest batched forward pass. It added {memory[8192]:.0f} MB to the process; with `tokens_per_batch=2048`, it added {memory[2048]:.0f} MB "
         f"and explained {ours[2048]:.0f} rows a second."
     )
 
