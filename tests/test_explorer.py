@@ -1019,6 +1019,9 @@ def test_what_is_pressed_opens_in_the_window(browser, opened, width):
             settled(browser)
             wait(browser, lambda opens=opens: -1 <= browser.execute_script(script, opens) < 700)
             assert browser.execute_script(script, ".components h2") == pytest.approx(before, abs=40)
+        if width == 400:
+            one(browser, "#fold").click()
+            wait(browser, lambda: one(browser, ".panel").size["height"] < 100)
         one(browser, "#close").click()
         wait(browser, lambda: not one(browser, ".panel").is_displayed())
         assert "without" not in browser.current_url

@@ -195,10 +195,14 @@ def test_a_map_of_many_heads_reads_its_numbers(browser, opened):
         "const values = [...Array(30).keys()].map((layer) => [layer, null, -layer]);"
         "const drawn = map(values.map((_, layer) => `L${layer}`), ['H0', 'H1', 'MLP'], values, {"
         "pick: (...cell) => { window.picked = cell; }, selected: (layer) => layer === 3, label: 'map' });"
-        "document.body.replaceChildren(drawn); done(); })"
+        "document.body.style.width = '200px'; document.body.replaceChildren(drawn); done(); })"
     )
     browser.execute_async_script(script)
     assert len(several(browser, ".map button")) == 60
+    right = "return document.querySelector(arguments[0]).getBoundingClientRect().right"
+    strongest = '.map [data-cell="29,0"]'
+    wait(browser, lambda: browser.execute_script(right, strongest) <= browser.execute_script(right, ".scroll") + 1)
+    browser.execute_script("document.body.style.width = ''")
     cell = one(browser, '.map [data-cell="20,2"]')
     cell.click()
     assert one(browser, "output").text == "L20 MLP −20.0"

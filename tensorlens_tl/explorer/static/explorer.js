@@ -81,7 +81,8 @@ function buildGrid() {
     (ROWS.includes(name) ? rows : panel).append(slots[name]);
   }
   const close = () => go({ ...NOTHING, without: undefined, by: undefined });
-  panel.prepend(h("button", { type: "button", id: "close", class: "quiet", title: "Close (Esc)", onclick: close }, "Close"));
+  panel.prepend(h("button", { type: "button", id: "close", class: "quiet", title: "Close (Esc)", onclick: close }, "Close"),
+    h("button", { type: "button", id: "fold", class: "quiet", title: "Smaller, or as it was", onclick: () => panel.classList.toggle("low") }, "↕"));
   find("views").append(rows, panel);
 }
 
