@@ -779,7 +779,7 @@ MISTAKES = {
     ),
     "proportions": (
         lambda c: evaluate.circuit_faithfulness(c.recall, c.pairs, ["frozen"], proportions=(0.5,)),
-        "[0.5]",
+        "(0.5,)",
         "proportions=",
         "up to 1",
     ),
@@ -788,6 +788,18 @@ MISTAKES = {
         "'edges'",
         "by=",
         "Did you mean 'edge'?",
+    ),
+    "a switch in place of methods": (
+        lambda c: evaluate.patching_agreement(c.model, c.pairs, True),
+        "True",
+        "methods",
+        "'gradient'",
+    ),
+    "shares that are a text": (
+        lambda c: evaluate.circuit_faithfulness(c.model, c.pairs, ["gradient"], proportions="all"),
+        "'all'",
+        "proportions",
+        "up to 1",
     ),
     "how pairs differ": (
         lambda c: evaluate.prompt_pairs(evaluate.recall(2), "sources"),

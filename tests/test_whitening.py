@@ -162,6 +162,19 @@ def test_the_stream_of_a_model(name, model):
     assert whitening.measure(model, tokens, point).equals(table.loc[[point]])
 
 
+def test_the_stream_of_a_model_of_images():
+    """Its positions are patches; batches of prompts were read again from their numbers, as token ids."""
+    model = tlens.load_demo_model("digits")
+    images = demo.digit_images()[0][:40]  # more than run at once
+    name = "blocks.1.hook_resid_pre"
+    with torch.no_grad():
+        _, cache = model.run_with_cache(images, names_filter=name)
+    table = whitening.measure(model, images, name)
+    varies = (cache[name] - cache[name][:1]).abs().amax((0, 2)) > 1e-6
+    expected = whitening.whiteness(cache[name][:, varies])
+    assert table.loc[name, "of correlations"] == pytest.approx(expected.correlation, rel=1e-4)
+
+
 def test_what_cannot_be_measured_is_refused(model_named):
     model = model_named("bridge/gpt2")
     with pytest.raises(tlens.InvalidInputError, match="3 to 5 tokens"):

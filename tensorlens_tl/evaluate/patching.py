@@ -17,7 +17,7 @@ m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -336,6 +336,8 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
         methods = default or known
     if isinstance(methods, str):
         methods = [methods]
+    if not isinstance(methods, Iterable):
+        raise InvalidInputError(f"methods={methods!r}: pass a list, some of {', '.join(map(repr, known))}.")
     chosen = [re.sub(r"^integrated(?=$|,)", "integrated-gradients", name) for name in methods]
     for name, old in zip(chosen, methods, strict=True):
         if name != old:
@@ -349,9 +351,12 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
 
 
 def _axis(proportions: Sequence[int | float]) -> Float[Tensor, "step"]:
-    axis = torch.as_tensor(list(proportions), dtype=torch.float64)
+    try:
+        axis = torch.as_tensor(list(proportions), dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        axis = torch.zeros(0)
     if len(axis) < 2 or not bool((axis.diff() > 0).all()) or float(axis[0]) < 0 or float(axis[-1]) != 1:
-        raise InvalidInputError(f"proportions={list(proportions)}: rising shares of all edges, at least two, up to 1.")
+        raise InvalidInputError(f"proportions={proportions!r}: rising shares of all edges, at least two, up to 1.")
     return axis
 
 

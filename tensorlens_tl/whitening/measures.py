@@ -440,7 +440,7 @@ def activations(
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with unheld_run(view.model), torch.no_grad():
         for start in range(0, len(prompt.tokens), AT_ONCE):
-            part = prepare(view, prompt.tokens[start : start + AT_ONCE])
+            part = prepare(view, **prompt.again(slice(start, start + AT_ONCE)))
             cache, _ = capture(view.model, part.kwargs, names)
             for name, activation in cache.items():
                 parts[name].append(activation.detach())
