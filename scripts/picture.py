@@ -4,12 +4,13 @@ It is the first screen on SmolLM2 with the pair of prompts that README.md begins
 """
 
 import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from urllib.parse import urlencode
 
 from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 from transformer_lens.model_bridge import TransformerBridge
 
 import tensorlens_tl as tlens
@@ -25,15 +26,21 @@ PAIR = {
 
 def main() -> None:
     """Open the explorer and take a picture of it."""
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        raise SystemExit("no Chromium here: apt-get install chromium")
+    driver = shutil.which("chromedriver")
+    if driver is None:
+        raise SystemExit("no Chromium here: apt-get install chromium chromium-driver")
     model = TransformerBridge.boot_transformers(str(fetch("smollm2")))
     explorer = tlens.explore(model, name="SmolLM2 135M")
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=60000"]
-        flags += [f"--window-size={SIZE[0]},{SIZE[1]}", f"--user-data-dir={folder}", f"--screenshot={PATH}"]
-        subprocess.run([chromium, *flags, f"{explorer.url}#{urlencode(PAIR)}"], check=True, capture_output=True)
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless=new", "--no-sandbox", "--hide-scrollbars"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as browser:
+        size = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(f"{explorer.url}#{urlencode(PAIR)}")
+        status = browser.find_element(By.ID, "status")
+        WebDriverWait(browser, 120).until(lambda _: status.text.startswith("Answered"))
+        browser.save_screenshot(PATH)
     explorer.close()
     # text and flat colours need no more than a palette, which is a third of the size
     Image.open(PATH).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(PATH, optimize=True)

@@ -343,6 +343,20 @@ def test_routes_that_carry_almost_nothing_are_named_and_not_drawn(browser, opene
     assert "not shown: norms." in one(browser, ".hint").text
 
 
+@pytest.mark.parametrize(
+    ("share", "says"), [(-0.004, "nothing is left"), (-0.2, "−20 % is left"), (1, "100 % is left")]
+)
+def test_what_an_ablation_leaves_is_a_percentage_or_nothing(browser, opened, share, says):
+    load(browser, opened, text="If")
+    script = (
+        "const [share, done] = arguments; import('/static/inspect.js').then(({ ablateView }) => { const view = {"
+        "nodes: ['L0H0'], by: 'zero', before: 1, after: share, share, answers: [], next: [[]], code: '' };"
+        "document.body.replaceChildren(ablateView(view, {}, () => {})); done(); })"
+    )
+    browser.execute_async_script(script, share)
+    assert one(browser, ".ablate .sum").text.endswith(f"of the number explained {says}")
+
+
 def test_methods_stand_in_groups_and_tokens_are_written_in_one_way(browser, opened):
     load(browser, opened, text=PROMPT)
     about = opened._session.about()["methods"]
