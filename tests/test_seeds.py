@@ -72,7 +72,7 @@ def test_runs_that_do_not_fit_are_refused(run, options, message):
 @pytest.mark.parametrize("seed", [np.int64(1), torch.tensor(1)])
 def test_seeds_are_integers_of_any_kind(seed):
     """A tensor's hash is its place in memory: random scores of ``seed=torch.tensor(1)`` differed from call to call."""
-    model = tiny_model("hooked/ln")
+    model = tiny_model("bridge/gpt2")
     frozen = tlens.freeze(model, torch.tensor([[7, 11, 23, 31]]))
     calls = (
         lambda seed: evaluate.induction(2, d_vocab=40, seed=seed).tokens,
