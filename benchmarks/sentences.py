@@ -135,10 +135,13 @@ def of_hops(results: Tables) -> str:
         return f"{hops / alone:.2f}"
 
     whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
+    same = len(set(sampled)) == 1
+    ratios = f"both ratios are {sampled[0]}" if same else f"the ratios are {sampled[0]} and {sampled[1]}"
     return (
         "On a Llama-like model with 160 million parameters, freezing and attributing with `hops=2` takes "
         f"{whole[0]} times as long as with `hops=0` (32 tokens generated after a prompt of 96), or {whole[1]} times as "
-        f'long (256 after 768). With `verify="sample"`, the ratios are {sampled[0]} and {sampled[1]}.'
+        "long (256 after 768). With a [sampled proof](../cost.md#what-the-proofs-compute) "
+        f'(`verify="sample"`), {ratios}.'
     )
 
 
