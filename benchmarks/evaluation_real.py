@@ -411,6 +411,7 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
 def of_edges(found: list[Line]) -> Iterator[str]:
     """What follows about edges and circuits."""
     few = list[str]()
+    before = ""
     for test, metric, what in (
         ("edges", "pearson", "agreement with patching over edges"),
         ("circuits", "cpr", "the area under the faithfulness curve of circuits (CPR)"),
@@ -425,10 +426,12 @@ def of_edges(found: list[Line]) -> Iterator[str]:
             few.append(f"{len(result.units)} pairs ({tasks}) for {what}")
             continue
         best, others = leading(result)
+        prompts = prompts_of(chosen, result)
         yield (
-            f"By {what} ({prompts_of(chosen, result)}), the best is `{best}` with {result.mean(metric, best):.3f}; "
-            f"{level_with(others)}."
+            f"By {what} ({'the same prompts' if prompts == before else prompts}), the best method is `{best}` with "
+            f"{result.mean(metric, best):.3f} ({level_with(others)})."
         )
+        before = prompts
     if few:
         yield f"Too few pairs were measured to rank methods: {', '.join(few)}."
 

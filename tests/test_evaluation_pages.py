@@ -155,6 +155,17 @@ def test_attention_is_no_better_than_a_random_order_and_gates_make_no_significan
     assert "relp" in others  # which is its rule on models with gates
 
 
+def test_circuits_by_the_difference_and_by_integrated_gradients_do_not_differ_significantly():
+    page = (DOCS / "choose.md").read_text(encoding="utf-8")
+    for metric in ("cpr", "cmd"):
+        chosen = real["lines_of"](real["lines"](), "circuits", metric)
+        result = real["pooled"](chosen)
+        best, others = real["leading"](result)
+        assert {"difference", "integrated-gradients"} <= {best, *others}
+        measured = f"On SmolLM2 ({len(result.units)} prompt pairs from {len({line.task for line in chosen})} tasks)"
+        assert measured in page
+
+
 def test_names_with_commas_are_not_divided():
     section = (
         "* `mass`: first is **b**; not significantly different (corrected p ≥ 0.05, paired): a, biases, c. "
