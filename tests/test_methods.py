@@ -346,7 +346,7 @@ def test_integrated_gradients_converge(model_named):
         ("rollout", {"residual": "half"}, "between 0 and 1, None or 'auto'"),
         ("rollout", {"normalize": "yes"}, "normalize='yes'; use True or False"),
         ("tensorlens", {"final_norm": torch.ones(2, 3)}, r"final_norm=<Tensor \[2, 3\] torch.float32>; use True"),
-        ("tensorlens", {"collapse": "norm", "probes": 3, "seed": "a"}, "seed='a'; use an integer"),
+        ("tensorlens", {"collapse": "norm", "probes": 3, "seed": "a"}, "seed='a': pass an integer"),
         ("globenc", {"query": 9}, "out of range"),
         ("globenc", {"scope": "attn"}, "no option 'scope'"),
     ],

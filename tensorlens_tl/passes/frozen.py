@@ -226,7 +226,7 @@ class FrozenPass(Linearisation):
         """See `strict`."""
         return self.strict
 
-    def missed(self, parts: str, gap: float) -> str:
+    def _missed(self, parts: str, gap: float) -> str:
         """Return the message for a sum that misses its total by too much."""
         return (
             f"{parts}: its parts miss the model's own number by {gap:.1e} of their size, but the proof of this pass "

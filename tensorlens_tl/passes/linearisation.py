@@ -184,7 +184,7 @@ class Linearisation(ABC):
         """Whether a gap above `allowed_gap` is an error instead of a warning."""
 
     @abstractmethod
-    def missed(self, parts: str, gap: float) -> str:
+    def _missed(self, parts: str, gap: float) -> str:
         """Return the message for a sum of `parts`, such as ``"Terms"``, with a gap above `allowed_gap`."""
 
     def checked(self, result: SumType, noise: Float[Tensor, "..."] | float = 0.0) -> SumType:
@@ -202,8 +202,8 @@ class Linearisation(ABC):
         if gap <= self.allowed_gap:
             return result
         if self.is_strict:
-            raise NumericalError(self.missed(parts, gap))
-        warn_caller(self.missed(parts, gap), GapWarning)
+            raise NumericalError(self._missed(parts, gap))
+        warn_caller(self._missed(parts, gap), GapWarning)
         return result
 
 

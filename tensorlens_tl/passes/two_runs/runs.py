@@ -186,7 +186,7 @@ class Difference(Linearisation):
         """Whether one of the runs was frozen with ``strict=True``."""
         return self.a.strict or self.b.strict
 
-    def missed(self, parts: str, gap: float) -> str:
+    def _missed(self, parts: str, gap: float) -> str:
         """Return the message for a sum that misses its total by too much."""
         return (
             f"{parts}: its parts miss the difference of the models' own numbers by {gap:.1e} of their size beyond "
