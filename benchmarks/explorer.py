@@ -109,7 +109,8 @@ def growth_of_memory(model: Any) -> float:
 def explorer() -> Lines:
     """## The explorer, in seconds
 
-    Wall-clock, without the browser's own time. The first answer has next tokens, scores of tokens, and components.
+    Wall-clock, two threads, without the browser's own time, each view asked for the first time. The first
+    answer has next tokens, scores of tokens, and components.
     """
     torch.set_num_threads(THREADS[-1])
     demo = tlens.load_demo_model()
