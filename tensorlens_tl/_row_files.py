@@ -109,7 +109,7 @@ def present(row: Mapping[str, Any], reading: Reading) -> Reading:
     columns = [reading.text, *(reading.columns or {}).values()]
     if reading.id != UNKNOWN_ID:
         columns.append(reading.id)
-    missing = [name for name in columns if name not in list(row)]
+    missing = [name for name in columns if name not in list(row)]  # a list as a name has no hash
     if missing:
         hint = nearest(missing[0], map(str, row))
         if {"role", "content"} <= set(row):

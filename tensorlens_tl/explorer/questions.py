@@ -303,9 +303,12 @@ class Passes:
             return _runs(self.written(question, second=second))[0]
         of_other, model = self._model(second)
         single = question.second if second else question
-        few = self.predictor(second=second).has_few_logits(self.prompt(question, second=second))
-        compared = "all" if few else None
-        return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single), query=compared))
+
+        def frozen_now() -> FrozenPass:
+            few = self.predictor(second=second).has_few_logits(self.prompt(question, second=second))
+            return freeze(model, self._input(single), query="all" if few else None)
+
+        return self._frozen[of_other].get(single.run, frozen_now)
 
     def prompt(self, question: Question, *, second: bool = False) -> Prompt:
         """The tokens of a question's first or second run; nothing is run, unless the model writes some of them."""
