@@ -20,7 +20,7 @@ vectors, probes and targets need no loop. `batch` and `pos` are always those of 
 
 **To write a map**, inherit from `PositionwiseMap` (an output position reads only the same input position) or from
 `MixingMap`, and define every abstract member: a class that lacks one cannot be instantiated. Nothing else in the
-library needs to know the new class. Classes are either abstract (those two and `AffineMap`) or final.
+library needs to know the new class. Classes are either abstract (those two, `WithoutBias` and `AffineMap`) or final.
 `tensorlens_tl.testing.check_map` checks every rule.
 """
 
@@ -87,13 +87,15 @@ class AffineMap(ABC):
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         """The adjoint; appends each primitive's ⟨g, bias⟩ per position (`[*rows, batch, pos]`) to a list `biases`."""
 
-    @abstractmethod
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         """The adjoint for vectors `[row, batch, live, d_out]` that live `here`.
 
         A map that mixes positions returns the vectors at the `destination`; any other map returns them `here`. Nothing
-        lives outside `reach`, which begins at 0. Defined by `PositionwiseMap` and `MixingMap`.
+        lives outside `reach`, which begins at 0.
         """
+        if self.mixes:
+            return self._pull_among(g, here, destination, reach, biases)
+        return self._pull_alone(g, here, biases)
 
     def _pull_alone(self, g: Tensor, here: Where, biases: BiasTerms | None) -> Tensor:
         """`_pull` for a map that does not mix positions: the adjoint, restricted to where the vectors live."""
@@ -184,6 +186,25 @@ class AffineMap(ABC):
         """Push each of several equal groups of input channels separately: each head's output, for instance."""
         alone = torch.diag_embed(x.unflatten(-1, (groups, -1)).movedim(-1, 0))  # [channel, *rows, batch, pos, n, n]
         return self.push(alone.movedim(-1, 0).movedim(1, -1).flatten(-2))
+
+    def _bias_after(self, part: "AffineMap", bias: Tensor) -> Tensor:
+        """Return the bias after one of the parts, given the bias before it: vectors, or one for all positions.
+
+        Raises:
+            TypeError: the part would take one vector for a single position, and the number of positions is unknown.
+        """
+        if bias is ZERO:
+            return part.bias
+        if bias.ndim < 3:
+            bias = bias[None, None]
+        if bias.shape[-2] == 1 and part.needs_positions:
+            if self.positions is None:
+                raise TypeError(
+                    f"{part} does not know how many positions there are, but the bias before it is given once for all "
+                    "of them. Pass the bias at every position, as the offset of a Diagonal [batch, pos, d]."
+                )
+            bias = bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
+        return part._forward(bias, affine=True)
 
     # ------------------------------------------------------------------ operations of every map
 
@@ -318,9 +339,6 @@ class PositionwiseMap(AffineMap):
         """False."""
         return False
 
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_alone(g, here, biases)
-
 
 class MixingMap(AffineMap):
     """A map whose output positions depend on several input positions; `at` must accept a slice of positions."""
@@ -330,8 +348,14 @@ class MixingMap(AffineMap):
         """True."""
         return True
 
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_among(g, here, destination, reach, biases)
+
+class WithoutBias(AffineMap):
+    """A linear map."""
+
+    @property
+    def bias(self) -> Tensor:
+        """`ZERO`."""
+        return ZERO
 
 
 def note_bias(g: Tensor, bias: Tensor, biases: list[Tensor] | None) -> None:
@@ -378,7 +402,7 @@ def stages_of(m: AffineMap) -> tuple[AffineMap, ...]:
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class ChannelGroup(PositionwiseMap):
+class ChannelGroup(WithoutBias, PositionwiseMap):
     """One of several equal groups of channels: ``[.., (group d)] -> [.., d]``.
 
     >>> from tensorlens_tl.algebra import ChannelGroup
@@ -391,10 +415,6 @@ class ChannelGroup(PositionwiseMap):
 
     def __repr__(self) -> str:
         return f"ChannelGroup({self.group} of {self.groups})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "ChannelGroup":
         return self
@@ -437,25 +457,8 @@ class Chain(AffineMap):
         bias = ZERO
         for stage in self.stages:
             refuse_autocast(bias.device)
-            bias = stage.bias if bias is ZERO else stage._forward(self._accepted_by(stage, bias), affine=True)
+            bias = self._bias_after(stage, bias)
         return bias
-
-    def _accepted_by(self, stage: AffineMap, bias: Tensor) -> Tensor:
-        """Return the bias as vectors that a stage accepts; one vector for all positions becomes `[1, 1, d]`.
-
-        Raises:
-            TypeError: the stage would take it for a single position, and the number of positions is unknown.
-        """
-        if bias.ndim < 3:
-            bias = bias[None, None]
-        if bias.shape[-2] > 1 or not stage.needs_positions:
-            return bias
-        if self.positions is None:
-            raise TypeError(
-                f"{stage} does not know how many positions there are, but the bias before it is given once for all of "
-                "them. Pass the bias at every position, as the offset of a Diagonal [batch, pos, d]."
-            )
-        return bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
 
     @property
     def parts(self) -> tuple[AffineMap, ...]:
@@ -613,7 +616,7 @@ class Sum(AffineMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Transpose(AffineMap):
+class Transpose(WithoutBias):
     """The adjoint of a map's linear part.
 
     >>> from tensorlens_tl.algebra import Linear
@@ -631,10 +634,6 @@ class Transpose(AffineMap):
         return (self.inner,)
 
     @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    @property
     def mixes(self) -> bool:
         return self.inner.mixes
 
@@ -649,8 +648,3 @@ class Transpose(AffineMap):
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         return self.inner._forward(g, affine=False)
-
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        if self.mixes:
-            return self._pull_among(g, here, destination, reach, biases)
-        return self._pull_alone(g, here, biases)

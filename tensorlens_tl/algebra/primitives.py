@@ -9,14 +9,14 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, bias_of, note_bias
+from tensorlens_tl.algebra.maps import MixingMap, PositionwiseMap, WithoutBias, bias_of, note_bias
 from tensorlens_tl.algebra.numerics import centred, maybe, plus, times
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Identity(PositionwiseMap):
+class Identity(WithoutBias, PositionwiseMap):
     """The residual connection.
 
     >>> from tensorlens_tl.algebra import Identity
@@ -30,10 +30,6 @@ class Identity(PositionwiseMap):
     @property
     def is_identity(self) -> bool:
         return True
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "Identity":
         return self
@@ -50,7 +46,7 @@ class Identity(PositionwiseMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Tap(PositionwiseMap):
+class Tap(WithoutBias, PositionwiseMap):
     """The identity, recording the vectors that last went through it: forward in ``seen``, backward in ``pulled``.
 
     >>> from tensorlens_tl.algebra import Linear, Tap
@@ -66,10 +62,6 @@ class Tap(PositionwiseMap):
 
     def __repr__(self) -> str:
         return f"Tap({self.name})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "Tap":
         return self
@@ -117,9 +109,8 @@ class Linear(PositionwiseMap):
         return largest_singular_value(self.weight)
 
     def of_group(self, group: int, groups: int) -> "Linear":
-        return Linear(
-            _group(self.weight, group, groups), maybe(partial(_group, group=group, groups=groups), self.offset)
-        )
+        cut = partial(channels_of, group=group, groups=groups)
+        return Linear(cut(self.weight), maybe(cut, self.offset))
 
     def push_groups(
         self, x: Float[Tensor, "*rows batch pos d_in"], groups: int
@@ -146,7 +137,7 @@ def _product(x: Tensor, weight: Tensor, offset: Tensor | None = None) -> Tensor:
     return torch.nn.functional.linear(x.to(wide), weight.to(wide), offset).to(x.dtype)
 
 
-def _group(channels: Tensor, group: int, groups: int) -> Tensor:
+def channels_of(channels: Tensor, group: int, groups: int) -> Tensor:
     """Return one of several equal groups of channels."""
     return channels.unflatten(-1, (groups, -1))[..., group, :]
 
@@ -156,7 +147,7 @@ def _shown(offset: Tensor | None) -> str:
     return "" if offset is None else ", offset"
 
 
-def _several(held: Tensor) -> int | None:
+def several(held: Tensor) -> int | None:
     """Return the number of positions of a tensor; None if one entry serves all."""
     return held.shape[-2] if held.shape[-2] > 1 else None
 
@@ -176,7 +167,7 @@ class Diagonal(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return _several(self.factor)
+        return several(self.factor)
 
     def __repr__(self) -> str:
         return f"Diagonal({self.factor.shape[-1]}{_shown(self.offset)})"
@@ -193,7 +184,7 @@ class Diagonal(PositionwiseMap):
         return True
 
     def of_group(self, group: int, groups: int) -> "Diagonal":
-        cut = partial(_group, group=group, groups=groups)
+        cut = partial(channels_of, group=group, groups=groups)
         return Diagonal(cut(self.factor), maybe(cut, self.offset))
 
     def norm_bound(self) -> float:
@@ -228,7 +219,7 @@ class Norm(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return _several(self.scale)
+        return several(self.scale)
 
     def __repr__(self) -> str:
         return f"Norm({'centred' if self.centre else 'not centred'})"
@@ -259,7 +250,7 @@ class Norm(PositionwiseMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Attention(AffineMap):
+class Attention(WithoutBias, MixingMap):
     """Mixing of values over positions by a frozen pattern, in head space: ``[.., (kv d_head)] -> [.., (head d_head)]``.
 
     Grouped-query attention needs no expanded weights: query head h reads key-value head ``h // (heads // kv_heads)``.
@@ -300,14 +291,6 @@ class Attention(AffineMap):
     def __repr__(self) -> str:
         _, heads, query, key = self.pattern.shape
         return f"Attention({heads} heads, {query} × {key})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    @property
-    def mixes(self) -> bool:
-        return True
 
     def at(self, where: Where) -> "Attention":
         where = shared(where)

@@ -31,7 +31,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, MixingMap, bias_of, note_bias
+from tensorlens_tl.algebra.maps import MixingMap, WithoutBias, bias_of, note_bias
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks, joined
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.algebra.positions import Where, shared
@@ -45,7 +45,7 @@ STEP = 800_000
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Recursion(MixingMap):
+class Recursion(WithoutBias, MixingMap):
     """The recursion ``y_i = x_i + y_{i−1} @ weight``.
 
     Attributes:
@@ -71,10 +71,6 @@ class Recursion(MixingMap):
     def __repr__(self) -> str:
         padded = "" if self.keep is None else ", padded"
         return f"Recursion({len(self.weight)}{padded})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "Recursion":
         if self.keep is None:
@@ -104,7 +100,7 @@ class Recursion(MixingMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class DiagonalRecursion(MixingMap):
+class DiagonalRecursion(WithoutBias, MixingMap):
     """The recursion ``y_i = x_i + factor_i ⊙ y_{i−1}``, with channels and states flattened in the last axis of vectors.
 
     Attributes:
@@ -123,10 +119,6 @@ class DiagonalRecursion(MixingMap):
 
     def __repr__(self) -> str:
         return "DiagonalRecursion({} channels, {} states)".format(*self.factor.shape[-2:])
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "DiagonalRecursion":
         return DiagonalRecursion(self.factor[:, shared(where)])
@@ -381,7 +373,7 @@ class CausalConvolution(MixingMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class SelectiveScan(MixingMap):
+class SelectiveScan(WithoutBias, MixingMap):
     """``h_i = exp(Δ_i·A) ⊙ h_{i−1} + Δ_i·B_i ⊗ x_i`` and ``y_i = C_i·h_i``, with Δ, B and C held fixed.
 
     Heads of `head_dim` channels share Δ and A; head h reads group ``h // (heads // groups)`` of B and C. In Mamba 1
@@ -418,10 +410,6 @@ class SelectiveScan(MixingMap):
 
     def __repr__(self) -> str:
         return f"SelectiveScan({self.delta.shape[-1]} × {self.head_dim} channels, {self.B.shape[-1]} states)"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "SelectiveScan":
         where = shared(where)

@@ -9,14 +9,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Protocol, final, runtime_checkable
+from typing import final
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, collector
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, WithoutBias, collector
 from tensorlens_tl.algebra.numerics import maybe, refuse_autocast, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
 from tensorlens_tl.algebra.primitives import Attention, largest_singular_value, mixed, unmixed
@@ -185,7 +185,7 @@ class Beside(PositionwiseMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class GroupSum(PositionwiseMap):
+class GroupSum(WithoutBias, PositionwiseMap):
     """The sum of concatenated vectors, ``[.., (group d)] -> [.., d]``; follows `Beside`.
 
     >>> from tensorlens_tl.algebra import GroupSum
@@ -197,10 +197,6 @@ class GroupSum(PositionwiseMap):
 
     def __repr__(self) -> str:
         return f"GroupSum({self.groups})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "GroupSum":
         return self
@@ -231,34 +227,9 @@ CHUNK_BYTES = 32 * 2**20
 # Attention whose pattern is computed when needed, for a few queries at a time, and not stored.
 
 
-@runtime_checkable
-class PatternRows(Protocol):
-    """An object that computes rows of a pattern."""
-
-    def of_head(self, head: int) -> "PatternRows":
-        """Return the same for one head."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Prompts, heads, positions."""
-        ...
-
-    @property
-    def queries(self) -> Tensor:
-        """Any tensor on the pattern's device."""
-        ...
-
-    def rows(
-        self, positions: Int[Tensor, "batch query"], dtype: torch.dtype
-    ) -> Float[Tensor, "batch head query reached"]:
-        """Return the pattern's rows at some queries, up to the last key that any of them can reach."""
-        ...
-
-
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class RecomputedAttention(AffineMap):
+class RecomputedAttention(WithoutBias, MixingMap):
     """`Attention` without a stored pattern: `source` computes its rows for a few queries at a time.
 
     A pull from one query computes one row, and at most `CHUNK_BYTES` of a pattern exist at once, however many rows are
@@ -270,7 +241,7 @@ class RecomputedAttention(AffineMap):
         cut: the positions that the map is restricted to, ascending; None for all.
     """
 
-    source: PatternRows
+    source: "HeldScores"
     kv_heads: int
     dtype: torch.dtype
     heads: Float[Tensor, "head"] | None = None
@@ -312,14 +283,6 @@ class RecomputedAttention(AffineMap):
 
     def __repr__(self) -> str:
         return f"Attention({self.n_heads} heads, {self.positions} × {self.positions}, recomputed)"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    @property
-    def mixes(self) -> bool:
-        return True
 
     def at(self, where: Where) -> "RecomputedAttention":
         return replace(self, cut=self._queries()[shared(where)])
@@ -434,7 +397,7 @@ def grouped_products(
 
 @dataclass(frozen=True, eq=False)
 class HeldScores:
-    """The tensors that one layer's pattern is recomputed from; a `PatternRows`.
+    """The tensors that one layer's pattern is recomputed from.
 
     Attributes:
         queries, keys: after norms and rotation, `[batch, head, pos, d_head]` and `[batch, kv, pos, d_head]`.

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, collector
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, WithoutBias, collector
 from tensorlens_tl.algebra.memory import WORKING_BYTES, joined
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, by_position, widened
@@ -91,7 +91,7 @@ class Segment(AffineMap):
     def push_groups(self, x: Tensor, groups: int) -> Tensor:
         if not self.only:
             return super().push_groups(x, groups)
-        return self._beside_others(x, self.inner.push_groups(x[..., self.start : self.stop, :], groups))
+        return self.beside_others(x, self.inner.push_groups(x[..., self.start : self.stop, :], groups))
 
     @property
     def needs_positions(self) -> bool:
@@ -121,7 +121,7 @@ class Segment(AffineMap):
         return bound if self.only else max(1.0, bound)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return self._beside_others(x, self.inner._forward(x[..., self.start : self.stop, :], affine))
+        return self.beside_others(x, self.inner._forward(x[..., self.start : self.stop, :], affine))
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         terms = collector(biases)
@@ -129,18 +129,13 @@ class Segment(AffineMap):
         if biases is not None:
             around = (self.start, self.length - self.stop)
             biases += [torch.nn.functional.pad(term, around) for term in terms or ()]
-        return self._beside_others(g, inside)
+        return self.beside_others(g, inside)
 
-    def _beside_others(self, x: Tensor, inside: Tensor) -> Tensor:
-        """The segment's output, with the other positions before and after it."""
+    def beside_others(self, x: Tensor, inside: Tensor) -> Tensor:
+        """Return the segment's output with the other positions before and after it."""
         if self.only:
             return widened(inside, self.start, self.length)
         return torch.cat([x[..., : self.start, :], inside, x[..., self.stop :, :]], dim=-2)
-
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        if self.mixes:
-            return self._pull_among(g, here, destination, reach, biases)
-        return self._pull_alone(g, here, biases)
 
 
 @final
@@ -182,20 +177,38 @@ class Picked(PositionwiseMap):
         return pulled if self.only else pulled + torch.where(self.inside, zeros, g)
 
 
-def shared_slice(where: Where) -> slice:
-    """Return contiguous positions, the only kind that cross-attention can be restricted to.
+class Cut(NamedTuple):
+    """A map from one segment, `keys`, to another, `queries`, restricted to some positions of both."""
 
-    Raises:
-        TypeError: the positions are not a slice.
-    """
-    if not isinstance(where, slice):
-        raise TypeError("a map that mixes positions of two segments can only be cut to a slice.")
-    return where
+    of_queries: slice
+    of_keys: slice
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    length: int
+
+    @classmethod
+    def of(cls, where: Where, queries: tuple[int, int], keys: tuple[int, int], length: int) -> "Cut":
+        """Return the part of either segment that stays, and where the two lie among the positions that stay.
+
+        Raises:
+            TypeError: the positions are not a slice.
+        """
+        if not isinstance(where, slice):
+            raise TypeError("a map that mixes positions of two segments can only be cut to a slice.")
+        first, last, _ = where.indices(length)
+        q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*queries, *keys))
+        return cls(
+            slice(q0 - queries[0], q1 - queries[0]),
+            slice(k0 - keys[0], k1 - keys[0]),
+            (q0 - first, q1 - first),
+            (k0 - first, k1 - first),
+            last - first,
+        )
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class CrossAttention(AffineMap):
+class CrossAttention(WithoutBias, MixingMap):
     """Mixing of one segment's values into another segment's positions by a frozen pattern, in head space.
 
     Like `Attention`, with a pattern that is not square: keys lie at `keys`, queries at `queries`, of `length`
@@ -216,20 +229,10 @@ class CrossAttention(AffineMap):
         _, heads, query, key = self.pattern.shape
         return f"CrossAttention({heads} heads, {query} × {key})"
 
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    @property
-    def mixes(self) -> bool:
-        return True
-
     def at(self, where: Where) -> "CrossAttention":
-        first, last, _ = shared_slice(where).indices(self.length)
-        q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*self.queries, *self.keys))
-        pattern = self.pattern[:, :, q0 - self.queries[0] : q1 - self.queries[0], k0 - self.keys[0] : k1 - self.keys[0]]
-        segments = (q0 - first, q1 - first), (k0 - first, k1 - first)
-        return CrossAttention(pattern, self.kv_heads, *segments, last - first)
+        cut = Cut.of(where, self.queries, self.keys, self.length)
+        pattern = self.pattern[:, :, cut.of_queries, cut.of_keys]
+        return CrossAttention(pattern, self.kv_heads, cut.queries, cut.keys, cut.length)
 
     def norm_bound(self) -> float:
         return self.square.norm_bound()
@@ -248,9 +251,6 @@ class CrossAttention(AffineMap):
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         values = unmixed(self.pattern, self.kv_heads, g[..., slice(*self.queries), :])
         return widened(values, self.keys[0], self.length)
-
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_among(g, here, destination, reach, biases)
 
 
 Value = TypeVar("Value")
@@ -541,20 +541,10 @@ class ChainWithReads(MixingMap):
         for number, stage in enumerate(self.stages):
             if number in self.reads:
                 source, read = self.reads[number]
-                bias = bias + self._carried(read, entered[source])
+                bias = bias + self._bias_after(read, entered[source])
             entered.append(bias)
-            bias = self._carried(stage, bias)
+            bias = self._bias_after(stage, bias)
         return bias
-
-    def _carried(self, part: AffineMap, bias: Tensor) -> Tensor:
-        """The bias after a part, given the bias before it."""
-        if bias is ZERO:
-            return part.bias
-        if bias.ndim < 3:
-            bias = bias[None, None]
-        if self.positions is not None:
-            bias = bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
-        return part._forward(bias, affine=True)
 
     def at(self, where: Where) -> "ChainWithReads":
         reads = {number: EarlierRead(read.source, read.map.at(where)) for number, read in self.reads.items()}
@@ -600,7 +590,7 @@ class ChainWithReads(MixingMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Streams(PositionwiseMap):
+class Streams(WithoutBias, PositionwiseMap):
     """A mixture of several streams: each output stream is a weighted sum of the input streams.
 
     >>> from tensorlens_tl.algebra import Streams
@@ -613,10 +603,6 @@ class Streams(PositionwiseMap):
 
     def __repr__(self) -> str:
         return f"Streams({self.factors.shape[1]} → {self.factors.shape[0]})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     def at(self, where: Where) -> "Streams":
         return self

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap
+from tensorlens_tl.algebra.maps import MixingMap, PositionwiseMap, WithoutBias
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared, widened
-from tensorlens_tl.algebra.primitives import largest_singular_value
-from tensorlens_tl.algebra.secants.maps import channels_of
-from tensorlens_tl.algebra.segments import shared_slice
+from tensorlens_tl.algebra.primitives import channels_of, largest_singular_value, several
+from tensorlens_tl.algebra.segments import Cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +63,17 @@ class ScoreSecant:
         by_query = (self.weights[:, :, only], self.centres[:, :, only])
         return ScoreSecant(*by_query, self.queries[:, only], self.keys[:, only], self.values[:, only], 1)
 
+    def between(self, queries: Positions, keys: Positions) -> "ScoreSecant":
+        """Return the same for some queries and some keys."""
+        return replace(
+            self,
+            weights=self.weights[:, queries][..., keys],
+            centres=self.centres[:, queries],
+            queries=self.queries[:, :, queries],
+            keys=self.keys[:, :, keys],
+            values=self.values[:, :, keys],
+        )
+
     @property
     def heads(self) -> int:
         """The number of heads."""
@@ -81,7 +91,7 @@ def _side_by_side(x: Float[Tensor, "*rows head pos d"]) -> Float[Tensor, "*rows 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class QueryResponse(PositionwiseMap):
+class QueryResponse(WithoutBias, PositionwiseMap):
     """The heads' response to a change in their queries, through the pattern: ``[.., (head d_head)] -> [.., (head d)]``.
 
     A query only changes its own attention, so positions are separate.
@@ -111,11 +121,7 @@ class QueryResponse(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return self.weights.shape[-2] if self.weights.shape[-2] > 1 else None
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
+        return several(self.weights)
 
     @property
     def components(self) -> int:
@@ -188,7 +194,7 @@ def _grouped(
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class KeyResponse(MixingMap):
+class KeyResponse(WithoutBias, MixingMap):
     """The heads' response to a change in their keys, through the pattern: ``[.., (kv d_head)] -> [.., (head d)]``."""
 
     secant: ScoreSecant
@@ -199,10 +205,6 @@ class KeyResponse(MixingMap):
     @property
     def positions(self) -> int | None:
         return self.secant.weights.shape[-1]
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
 
     @property
     def components(self) -> int:
@@ -216,10 +218,7 @@ class KeyResponse(MixingMap):
 
     def at(self, where: Where) -> "KeyResponse":
         where = shared(where)
-        held = self.secant
-        cut = {name: getattr(held, name)[:, :, where] for name in ("queries", "keys", "values")}
-        by_query = {"weights": held.weights[:, where][..., where], "centres": held.centres[:, where]}
-        return KeyResponse(replace(held, **cut, **by_query))
+        return KeyResponse(self.secant.between(where, where))
 
     def norm_bound(self) -> float:
         """The Frobenius norm, taken jointly over heads that share keys."""
@@ -254,7 +253,7 @@ class KeyResponse(MixingMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class CrossKeyResponse(AffineMap):
+class CrossKeyResponse(WithoutBias, MixingMap):
     """The response of cross-attention heads in one segment to a change in their keys, read in another segment.
 
     Like `KeyResponse`, with weights that are not square: keys lie at `keys`, queries at `queries`, of `length`
@@ -275,14 +274,6 @@ class CrossKeyResponse(AffineMap):
         return self.length
 
     @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    @property
-    def mixes(self) -> bool:
-        return True
-
-    @property
     def components(self) -> int:
         return self.secant.heads
 
@@ -293,20 +284,8 @@ class CrossKeyResponse(AffineMap):
         return number * self.secant.kv_heads // self.secant.heads, self.secant.kv_heads
 
     def at(self, where: Where) -> "CrossKeyResponse":
-        first, last, _ = shared_slice(where).indices(self.length)
-        q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*self.queries, *self.keys))
-        of_queries = slice(q0 - self.queries[0], q1 - self.queries[0])
-        of_keys = slice(k0 - self.keys[0], k1 - self.keys[0])
-        held = self.secant
-        secant = replace(
-            held,
-            weights=held.weights[:, of_queries][..., of_keys],
-            centres=held.centres[:, of_queries],
-            queries=held.queries[:, :, of_queries],
-            keys=held.keys[:, :, of_keys],
-            values=held.values[:, :, of_keys],
-        )
-        return CrossKeyResponse(secant, (q0 - first, q1 - first), (k0 - first, k1 - first), last - first)
+        cut = Cut.of(where, self.queries, self.keys, self.length)
+        return CrossKeyResponse(self.secant.between(cut.of_queries, cut.of_keys), cut.queries, cut.keys, cut.length)
 
     def norm_bound(self) -> float:
         return KeyResponse(self.secant).norm_bound()
@@ -318,6 +297,3 @@ class CrossKeyResponse(AffineMap):
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         keys = _pulled_to_keys(self.secant, g[..., slice(*self.queries), :])
         return widened(keys, self.keys[0], self.length)
-
-    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
-        return self._pull_among(g, here, destination, reach, biases)

@@ -19,6 +19,7 @@ from tensorlens_tl.algebra.secants.parts import (
     norm_secant,
     same,
     scale_response,
+    shift_secant,
 )
 
 
@@ -117,10 +118,7 @@ class Change:
 
     def plus(self, a: Float[Tensor, "d"], b: Float[Tensor, "d"], name: str) -> "Change":
         """Add a vector of each run; their difference, if any, is a named offset."""
-        stages = self.stages
-        if not same(a, b):
-            stages = (*stages, Offset((a - b)[None, None], name))
-        return Change(plus(self.a, a), plus(self.b, b), stages)
+        return Change(plus(self.a, a), plus(self.b, b), (*self.stages, *shift_secant(a, b, name)))
 
     def over(
         self,

@@ -1,6 +1,7 @@
 """Maps that secants need in addition to the primitives: named offsets, maps of rank one, rotations."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -8,10 +9,10 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.maps import AffineMap, MixingMap, PositionwiseMap, WithoutBias, note_bias
 from tensorlens_tl.algebra.numerics import product
 from tensorlens_tl.algebra.positions import Where, at
-from tensorlens_tl.algebra.primitives import largest_singular_value
+from tensorlens_tl.algebra.primitives import channels_of, largest_singular_value, several
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Offset(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return self.vectors.shape[-2] if self.vectors.shape[-2] > 1 else None
+        return several(self.vectors)
 
     @property
     def bias(self) -> Tensor:
@@ -69,10 +70,17 @@ class Offset(PositionwiseMap):
         return True
 
     def of_group(self, group: int, groups: int) -> "Offset":
-        return Offset(self.vectors.unflatten(-1, (groups, -1))[..., group, :], self.name)
+        return Offset(channels_of(self.vectors, group, groups), self.name)
 
     def at(self, where: Where) -> "Offset":
         return Offset(at(self.vectors, where), self.name)
+
+    def placed(self, place: Callable[[Tensor], Tensor]) -> "Offset":
+        """Return the offset with its vectors, one for each position, placed among more positions."""
+        change = self.change
+        if change is not None:
+            change = replace(change, read=place(change.read))
+        return Offset(place(self.vectors), self.name, change)
 
     def norm_bound(self) -> float:
         return 1.0
@@ -95,7 +103,7 @@ class WithConstants(MixingMap):
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class RankOne(PositionwiseMap):
+class RankOne(WithoutBias, PositionwiseMap):
     """``write · ⟨read, x⟩`` at every position, in each of several equal groups of channels.
 
     >>> from tensorlens_tl.algebra.secants import RankOne
@@ -112,11 +120,7 @@ class RankOne(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return self.read.shape[-2] if self.read.shape[-2] > 1 else None
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
+        return several(self.read)
 
     def of_group(self, group: int, groups: int) -> AffineMap:
         if self.groups % groups:
@@ -148,14 +152,9 @@ class RankOne(PositionwiseMap):
         return (products * write.unflatten(-1, (self.groups, -1))).flatten(-2).to(x.dtype)
 
 
-def channels_of(held: Tensor, group: int, groups: int) -> Tensor:
-    """Return one of several equal groups of channels."""
-    return held.unflatten(-1, (groups, -1))[..., group, :]
-
-
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Rotation(PositionwiseMap):
+class Rotation(WithoutBias, PositionwiseMap):
     """A rotation of each head's vector by its position's matrix (RoPE): ``[.., (head d)] -> [.., (head d)]``.
 
     >>> from tensorlens_tl.algebra.secants import Rotation
@@ -178,11 +177,7 @@ class Rotation(PositionwiseMap):
 
     @property
     def positions(self) -> int | None:
-        return self.flat.shape[-2] if self.flat.shape[-2] > 1 else None
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
+        return several(self.flat)
 
     @property
     def is_channelwise(self) -> bool:

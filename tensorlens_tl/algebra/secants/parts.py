@@ -1,13 +1,13 @@
 """Secants of a linear layer and of a norm, and the named offsets inside maps."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
+from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum, bias_of
 from tensorlens_tl.algebra.numerics import centred
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
@@ -32,11 +32,12 @@ def linear_secant(
     if not same(a.weight, b.weight):
         change = MatrixChange((x_a + x_b) / 2, a.weight, b.weight)
         stages.append(Offset(change.vectors, name, change))
-    if not same(a.offset, b.offset):
-        zero = a.weight.new_zeros(a.weight.shape[1])
-        shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
-        stages.append(Offset(shift[None, None], bias_name(name)))
-    return tuple(stages)
+    return (*stages, *shift_secant(a.offset, b.offset, bias_name(name)))
+
+
+def shift_secant(a: Float[Tensor, "d"] | None, b: Float[Tensor, "d"] | None, name: str) -> tuple[Offset, ...]:
+    """Return Δ of an added vector: a named offset if the vectors differ; None stands for zero."""
+    return () if same(a, b) else (Offset((bias_of(a) - bias_of(b))[None, None], name),)
 
 
 def bias_name(matrix: str) -> str:
@@ -60,12 +61,8 @@ def norm_secant(
     held = Norm(2 / (1 / a.scale + 1 / b.scale), None, None, a.centre)
     responds = scale_response(c_a, c_b, a.scale, b.scale)
     normed = (c_a / a.scale + c_b / b.scale) / 2
-    stages: list[AffineMap] = [Sum((held, responds)), *gain_secant(a.gain, b.gain, normed, name)]
-    if not same(a.shift, b.shift):
-        zero = torch.zeros_like(x_a[0, 0])
-        shift = (zero if a.shift is None else a.shift) - (zero if b.shift is None else b.shift)
-        stages.append(Offset(shift[None, None], f"{name}.b"))
-    return Chain(tuple(stages))
+    gained = gain_secant(a.gain, b.gain, normed, name)
+    return Chain((Sum((held, responds)), *gained, *shift_secant(a.shift, b.shift, f"{name}.b")))
 
 
 def gain_secant(
@@ -160,22 +157,16 @@ def _pull_segment(
         return widened(vectors, m.start, m.length)
 
     def note_among_all(offset: Offset, pulled: Tensor) -> None:
-        change = offset.change
-        if change is not None:
-            change = replace(change, read=among_all(change.read))
-        note(Offset(among_all(offset.vectors), offset.name, change), among_all(pulled))
+        note(offset.placed(among_all), among_all(pulled))
 
-    inside = pull_noting(m.inner, g[..., m.start : m.stop, :], note_among_all)
-    if m.only:
-        return widened(inside, m.start, m.length)
-    return torch.cat([g[..., : m.start, :], inside, g[..., m.stop :, :]], dim=-2)
+    return m.beside_others(g, pull_noting(m.inner, g[..., m.start : m.stop, :], note_among_all))
 
 
 def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callable[[Offset, Tensor], None]) -> None:
     """Note the offsets in each expert at the positions of its tokens; zero elsewhere."""
     flat = g.flatten(-1 - len(m.shape), -2)
 
-    def spread(packed: Float[Tensor, "*rows 1 token d"], branch: Branch) -> Float[Tensor, "*rows batch pos d"]:
+    def spread(branch: Branch, packed: Float[Tensor, "*rows 1 token d"]) -> Float[Tensor, "*rows batch pos d"]:
         vectors = packed.expand(*packed.shape[:-2], len(branch.places), packed.shape[-1]).squeeze(-3)
         whole = vectors.new_zeros(*vectors.shape[:-2], flat.shape[-2], vectors.shape[-1])
         return whole.index_add(-2, branch.places, vectors).unflatten(-2, m.shape)
@@ -184,10 +175,7 @@ def _note_routed(m: Routed, g: Float[Tensor, "*rows batch pos d"], note: Callabl
         packed = (flat[..., branch.places, :] * branch.weight[:, None]).unsqueeze(-3)
 
         def note_spread(offset: Offset, pulled: Tensor, branch: Branch = branch) -> None:
-            change = offset.change
-            if change is not None:
-                change = replace(change, read=spread(change.read, branch))
-            note(Offset(spread(offset.vectors, branch), offset.name, change), spread(pulled, branch))
+            note(offset.placed(partial(spread, branch)), spread(branch, pulled))
 
         pull_noting(branch.map, packed, note_spread)
 
