@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
 from tensorlens_tl.algebra.memory import joined
-from tensorlens_tl.algebra.positions import Where, shared, widened
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, Where, shared, widened
 from tensorlens_tl.hooks import FwdHook, in_this_thread
 
 ROW_BYTES = 64 * 2**20
@@ -98,6 +98,9 @@ class Recorded(MixingMap):
         x = x.expand(*x.shape[:-3], batch, len(range(*self.cut.indices(length))), -1)
         pushed = self._vectors(self.pushed_from(self.given, self._at_end(x, 0)), 1, x)
         return pushed if self.offset is None or not affine else pushed + self.bias
+
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        return self._pull_among(g, here, destination, reach, biases)  # a graph is not cut to one position per row
 
     def pull_groups(
         self, g: Float[Tensor, "*rows batch pos group channel"], chosen: Sequence[int]
