@@ -109,7 +109,7 @@ def counts(versions: dict[str, str], rows: Sequence[Row]) -> str:
     """How many models of each kind have each verdict; what is wrong is named above."""
     of = f"TransformerLens {versions['transformer-lens']} with transformers {versions['transformers']}"
     names = len({row.name for row in rows})
-    lines = [f"{of} maps {names} architecture names, which the census covers with {len(rows)} models.", ""]
+    lines = [f"{of} lists {names} architecture names as supported; the census covers them with {len(rows)} models.", ""]
     wrong = [f"**{row.title} is silently wrong: {_finding(row)}.**" for row in rows if row.verdict == WRONG]
     lines += [*wrong, ""] if wrong else []
     lines += [_line("", *VERDICTS, "difference of two runs"), "|" + " --- |" * (len(VERDICTS) + 2)]

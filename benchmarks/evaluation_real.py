@@ -382,7 +382,7 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         for what in ("error", "bound")
     ]
     yield (
-        f"For each pair, `measured` patches up to {LARGEST_LIVE} nodes with large estimates and up to {LARGEST_LIVE // 2} random nodes. On these nodes, patching is compared with itself, so part of "
+        f"For each pair, `measured` patches up to {LARGEST_LIVE} nodes with large estimated effects and up to {LARGEST_LIVE // 2} random nodes. On these nodes, patching is compared with itself, so part of "
         "the lead is by construction. The method also estimates the error of all other scores. The 90 % interval of this estimate contained the true error on "
         f"{holds[0].mean():.0%} of the {len(holds[0])} pairs, and the bound on the error of a single score held on {holds[1].mean():.0%}."
     )
@@ -414,7 +414,7 @@ def of_edges(found: list[Line]) -> Iterator[str]:
     before = ""
     for test, metric, what in (
         ("edges", "pearson", "agreement with patching over edges"),
-        ("circuits", "cpr", "the area under the faithfulness curve of circuits (CPR)"),
+        ("circuits", "cpr", "the area under the [faithfulness curve](howto/26_evaluate_circuits.md) of circuits (CPR)"),
         ("circuits", "cmd", "the area between that curve and 1 (CMD)"),
     ):
         chosen = lines_of(found, test, metric)
@@ -426,24 +426,24 @@ def of_edges(found: list[Line]) -> Iterator[str]:
             few.append(f"{len(result.units)} pairs ({tasks}) for {what}")
             continue
         best, others = leading(result)
-        prompts = prompts_of(chosen, result)
+        pairs = prompts_of(chosen, result, "prompt pairs")
         yield (
-            f"By {what} ({'the same prompts' if prompts == before else prompts}), the best method is `{best}` with "
-            f"{result.mean(metric, best):.3f} ({level_with(others)})."
+            f"By {what} ({'the same pairs' if pairs == before else pairs}), the best method is `{best}` with "
+            f"{'r = ' if metric == 'pearson' else ''}{result.mean(metric, best):.3f} ({level_with(others)})."
         )
-        before = prompts
+        before = pairs
     if few:
         yield f"Too few pairs were measured to rank methods: {', '.join(few)}."
 
 
-def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
-    """Models, tasks and the number of prompts, in words."""
+def prompts_of(chosen: list[Line], result: evaluate.Evaluation, units: str = "prompts") -> str:
+    """Models, tasks and the number of prompts or pairs, in words."""
     models_of: dict[str, list[str]] = {}
     for model in dict.fromkeys(line.model for line in chosen):
         tasks = ", ".join(dict.fromkeys(line.task for line in chosen if line.model == model))
         models_of.setdefault(tasks, []).append(NAMES[model])
     of_tasks = "; ".join(f"{' and '.join(models)}: {tasks}" for tasks, models in models_of.items())
-    return f"{of_tasks}; {len(result.units)} prompts"
+    return f"{of_tasks}; {len(result.units)} {units}"
 
 
 def of_sources(found: list[Line]) -> Iterator[str]:
@@ -520,7 +520,7 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
         f"**How much of the answer does a graph show?** With `contribution_graph(…, nodes={COVERED:g})` ({models}; {len(of['difference'])} pairs), the graph of a "
         f"difference has {counts['difference'].mean():.0f} nodes on average. These account for {of['difference'].mean():.0%} of the sum of the absolute values of the answer's inputs ({COVERED:.0%} or more on "
         f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes on average, which account for "
-        f"{of['one run'].mean():.0%}. If all other nodes are included, the inputs of each node sum to its value; the largest error is {gap:.0e} of the answer."
+        f"{of['one run'].mean():.0%}. If all other nodes are included, the inputs of each node sum to its value; the largest error is {gap:.0e} of the explained number."
     )
 
 
@@ -546,8 +546,8 @@ REASONS = {
         r"pairs correctly, and the test needs \4."
     ),
     "sandwich layout has norms": (
-        "Live edges are not defined in blocks that normalise each sublayer's output before adding it to the residual "
-        "stream."
+        "Patching of edges is not defined in blocks that normalise each sublayer's output before adding it to the "
+        "residual stream."
     ),
 }
 """Errors by which a test is not measured, and how the page words them; others are quoted."""

@@ -46,6 +46,10 @@ def of_data_sets(results: Tables) -> str:
     def of(what: str, column: str = "rows/s") -> float:
         return number(rows, column, model="bundled", what=what)
 
+    def of_gpt2(column: str) -> float:
+        short = results["Freezing and target maps, in forwards"]
+        return number(short, column, shape="GPT-2 small", threads=2, tokens=64)
+
     ours = {size: of(f"`attribute_dataset`{words}") for size, words in sizes.items()}
     plain = {size: of(f"plain forward, batched{words}") for size, words in sizes.items()}
     loop = of("loop over `attribute`")
@@ -55,7 +59,8 @@ def of_data_sets(results: Tables) -> str:
         f"On two cores, `attribute_dataset` explained {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model "
         f"at {ours[8192]:.0f} rows a second, including every check. That is {ours[8192] / loop:.1f} times the rate of a loop over "
         f"`attribute`, and {ours[8192] / plain[best]:.2f} times that of the fastest batched forward pass. It added {memory[8192]:.0f} MB to the process; with `tokens_per_batch=2048`, it added {memory[2048]:.0f} MB "
-        f"and explained {ours[2048]:.0f} rows a second."
+        f"and explained {ours[2048]:.0f} rows a second. On GPT-2 small, [freezing a row of 64 tokens and explaining one "
+        f"target](../cost.md#run-a-1b-model) takes about {of_gpt2('forward, ms') / 1000 * (of_gpt2('freeze') + of_gpt2('target')):.1f} s."
     )
 
 

@@ -141,7 +141,7 @@ def attention_products(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def full_rows(frozen: FrozenPass, method: str) -> None:
-    """The rows of every attention pattern sum to 1: there are no attention sinks."""
+    """The rows of every attention pattern sum to 1: there are no learned attention sinks (extra softmax logits)."""
     for layer, points in enumerate(frozen.points.blocks):
         total = frozen.pattern(layer).sum(-1)
         off = ((total - 1).abs() > frozen.tolerance) & (total != 0)  # a fully masked row sums to 0

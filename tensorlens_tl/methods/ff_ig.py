@@ -41,7 +41,7 @@ FF_SCOPES: dict[str, tuple[Scope, ...]] = {"post": get_args(PostScope), "pre": g
 
 @Requirement
 def next_norm_reads_block(frozen: FrozenPass, method: str) -> None:
-    """In a pre-LN model, each block's norm reads the previous block's output: none after the first is whitened."""
+    """In a pre-LN model, each block's norm reads the previous block's output: no block after the first is whitened."""
     if _kind(frozen) == "post":
         return
     for number in range(1, frozen.n_layers):
