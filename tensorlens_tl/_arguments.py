@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 
     Number = float
     """A number of any kind."""
+
+    Seed = int | Any
+    """An integer of any kind, which `checked_names` passes on as Python's."""
 else:
-    Whole = Number = Any  # the functions check these themselves, to name the argument in their message
+    Whole = Number = Seed = Any  # the functions check these themselves, to name the argument in their message
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -76,7 +79,7 @@ def checked_names(function: Callable[Parameters, Returned]) -> Callable[Paramete
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         _bound(function, signature, args, kwargs)
         if "seed" in kwargs:
-            kwargs["seed"] = whole_number("seed", kwargs["seed"])
+            kwargs["seed"] = whole_seed(kwargs["seed"])
         return function(*args, **kwargs)
 
     return checked
@@ -320,9 +323,24 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     except TypeError:
         raise InvalidInputError(f"{name}={value!r}: pass an integer{why and ', ' + why}.") from None
     if (least is not None and number < least) or (most is not None and number > most):
-        bounds = f"{least} to {most}" if least is not None and most is not None else f"at least {least}"
+        ends = [f"at {which} {end}" for which, end in (("least", least), ("most", most)) if end is not None]
+        bounds = ends[0] if len(ends) == 1 else f"{least} to {most}"
         raise InvalidInputError(f"{name}={number}: pass {bounds}{why and ', ' + why}.")
     return number
+
+
+MOST = 1_000_000
+"""The largest number of runs, draws or prompts in one call; with many more, memory or patience would run out."""
+
+
+def whole_count(name: str, value: Any, least: int = 1, why: str = "") -> int:
+    """Return how often something is done, or how many items are built: an integer up to `MOST`; see `whole_number`."""
+    return whole_number(name, whole_number(name, value, least, why=why), most=MOST)
+
+
+def whole_seed(seed: Any, least: int = -(2**63)) -> int:
+    """Return a seed that torch's generators accept; see `whole_number`."""
+    return whole_number("seed", seed, least, 2**64 - 1)
 
 
 def refuse_meta(name: str, value: Any) -> None:

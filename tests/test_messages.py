@@ -114,6 +114,10 @@ class Setting:
         return evaluate.prompt_pairs(evaluate.recall(4))
 
     @cached_property
+    def program(self):
+        return tlens.demo.program("induction")
+
+    @cached_property
     def saved_terms(self):
         return self.terms.save(self.folder / "terms.safetensors")
 
@@ -892,6 +896,48 @@ def test_a_message_says_what_where_and_what_to_do(setting, mistake):
     message = str(raised.value)
     for question, part in zip(("what", "where", "what to do"), parts, strict=True):
         assert part in message, f"{question}: {part!r} is not in: {message}"
+
+
+TOO_MANY = 10**30
+COUNTS = {
+    "steps": [
+        lambda c: circuits.edge_scores(c.frozen, c.corrupted, " value", steps=TOO_MANY),
+        lambda c: tlens.attribute(c.frozen, " value", method="integrated-gradients", steps=TOO_MANY),
+        lambda c: evaluate.patching_agreement(c.model, c.pairs, steps=TOO_MANY),
+        lambda c: evaluate.circuit_faithfulness(c.model, c.pairs, steps=TOO_MANY),
+        lambda c: evaluate.known_components(c.program.model(), c.program.components(2), steps=TOO_MANY),
+    ],
+    "draws": [
+        lambda c: evaluate.perturbation(c.model, TEXT, ["random"], replacement="resampled", draws=TOO_MANY),
+        lambda c: evaluate.stability(c.model, TEXT, ["ifr"], draws=TOO_MANY),
+        lambda c: compress.sharing(c.model, draws=TOO_MANY),
+    ],
+    "prompts": [
+        lambda c: evaluate.induction(TOO_MANY, d_vocab=99),
+        lambda c: evaluate.brackets(TOO_MANY),
+        lambda c: evaluate.recall(TOO_MANY),
+        lambda c: c.program.prompts(TOO_MANY),
+    ],
+    "d_vocab": [lambda c: evaluate.induction(2, d_vocab=TOO_MANY)],
+    "segment": [lambda c: evaluate.induction(2, d_vocab=99, segment=TOO_MANY)],
+    "length": [lambda c: evaluate.brackets(2, length=TOO_MANY)],
+    "distractors": [lambda c: evaluate.recall(2, distractors=TOO_MANY)],
+    "tokens": [lambda c: evaluate.expected_mrr(TOO_MANY)],
+    "splits": [lambda c: evaluate.relation_decoding(c.model, splits=TOO_MANY)],
+    "resamples": [lambda c: evaluate.bootstrap_interval([1.0, 2.0], resamples=TOO_MANY)],
+    "seed": [
+        lambda c: evaluate.bootstrap_interval([1.0, 2.0], seed=TOO_MANY),
+        lambda c: evaluate.stability(c.model, TEXT, ["ifr"], seed=TOO_MANY),
+        lambda c: compress.rotate_heads(compress.head_weights(c.model, 0), seed=TOO_MANY),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_more_than_memory_or_time_allow_is_an_error_before_the_work(setting, name):
+    for call in COUNTS[name]:
+        with pytest.raises(tlens.InvalidInputError, match=f"{name}={TOO_MANY}: pass (at most|-.* to) "):
+            call(setting)
 
 
 def test_the_table_is_long_enough():

@@ -80,6 +80,9 @@ def test_seeds_are_integers_of_any_kind(seed):
         lambda seed: evaluate.stability(model, frozen.tokens, ["ifr"], draws=1, seed=seed).values,
         lambda seed: frozen.operator().norm(probes=3, seed=seed).scores,
         lambda seed: compress.sharing(model, draws=1, seed=seed).chance,
+        lambda seed: tlens.demo.program("induction").components(2, seed=seed).pairs.corrupted,
+        lambda seed: evaluate.scorers.random_scores(seed)(frozen),
+        lambda seed: tlens.attribute(frozen, collapse="norm", probes=3, seed=seed).scores,
     )
     for call in calls:
         assert torch.equal(call(seed).nan_to_num(), call(1).nan_to_num())

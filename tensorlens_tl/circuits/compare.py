@@ -63,7 +63,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Seed, check_choice, checked_names, formerly, whole_count, whole_seed
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
@@ -146,7 +146,7 @@ def gradient_shares(method: str, steps: Whole, points: Points = "midpoint") -> l
     """
     check_choice("method", method, METHODS, SYNONYMS)
     check_choice("points", points, POINTS)
-    steps = whole_number("steps", steps, least=1)
+    steps = whole_count("steps", steps)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
     if method == "measured":
         return [*NEAR]
@@ -297,7 +297,7 @@ class _Comparison:
     @classmethod
     def of(
         cls, clean: PassLike, corrupted: PassLike, target: TokenLike, minus: TokenLike, *, direction: Direction,
-        query: Query, method: str | None, rule: RuleLike, steps: int, points: Points,
+        query: Query, method: str | None, rule: RuleLike, steps: Whole, points: Points,
     ) -> "_Comparison":  # fmt: skip
         """Check the arguments of `patch_scores` and `edge_scores` and build the comparison.
 
@@ -395,11 +395,11 @@ def edge_scores(
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
-    steps: int = 5,
+    steps: Whole = 5,
     points: Points = "midpoint",
     patched: Patched = "clean",
     live: int | float | str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
 ) -> EdgeScores:
     """Compute what the target loses when each edge carries its corrupted value.
@@ -440,7 +440,7 @@ def edge_scores(
     if positions and method in ("measured", "patching"):
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     check_choice("patched", patched, PATCHED)
-    seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
+    seed, budget = whole_seed(seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,
@@ -828,11 +828,11 @@ def patch_scores(
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
-    steps: int = 5,
+    steps: Whole = 5,
     points: Points = "midpoint",
     patched: Patched = "clean",
     live: int | float | str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
 ) -> Terms:
     """Compute what the target loses when each node's clean value is replaced by its corrupted one.
@@ -907,7 +907,7 @@ def patch_scores(
             "and 'patching', each at all positions together; use one of these, or by='head'."
         )
     check_choice("patched", patched, PATCHED)
-    seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
+    seed, budget = whole_seed(seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,

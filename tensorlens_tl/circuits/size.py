@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Number, Seed, checked_names, formerly, whole_number
 from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import MapLike, OperatorLike, Whole
@@ -71,7 +71,7 @@ def as_scipy(op: OperatorLike) -> "LinearOperator":
 
 
 @checked_names
-def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: int = 0) -> float:
+def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: Seed = 0) -> float:
     """Compute ‖T‖₂, the largest singular value, by Lanczos iteration on push and pull.
 
     The result is attained by a vector, so it is a lower estimate, whose convergence `tol` controls. Needs scipy.

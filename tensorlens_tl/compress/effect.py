@@ -32,7 +32,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import Seed, checked_names, whole_count
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
@@ -350,7 +350,7 @@ class Sharing:
 
 
 @checked_names
-def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4, seed: int = 0) -> Sharing:
+def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4, seed: Seed = 0) -> Sharing:
     """Measure how far the heads of each layer share directions, and what they would share by chance.
 
     >>> from tensorlens_tl import compress
@@ -374,7 +374,7 @@ def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4
     """
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
-    draws = whole_number("draws", draws, least=1)
+    draws = whole_count("draws", draws)
     view = as_view(model)
     generator = torch.Generator().manual_seed(seed)
     energies = []

@@ -28,7 +28,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number
+from tensorlens_tl._arguments import Seed, check_choice, checked_names, plain, whole_number, whole_seed
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.weights import as_pass, as_view
@@ -583,7 +583,7 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
 
 
 @checked_names
-def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
+def rotate_heads(weights: HeadWeights, seed: Seed = 0) -> HeadWeights:
     """Return the same circuits in a random basis inside every head, to test whether a method depends on it.
 
     >>> from tensorlens_tl import compress
@@ -592,7 +592,7 @@ def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
     >>> torch.allclose(before, after, atol=1e-5)
     True
     """
-    generator = torch.Generator().manual_seed(whole_number("seed", seed))
+    generator = torch.Generator().manual_seed(whole_seed(seed))
     like = weights.matrices["Q"]
     new_matrices: dict[str, Tensor] = {}
     biases: dict[str, Tensor] = {}

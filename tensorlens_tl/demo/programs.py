@@ -48,7 +48,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Whole, check_choice, plain, whole_number
+from tensorlens_tl._arguments import Seed, Whole, check_choice, plain, whole_count, whole_number, whole_seed
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate import KnownAnswers, KnownAttention, KnownChoice, KnownComponents, Place, PromptPairs
 from tensorlens_tl.passes.inputs import IdsLike
@@ -315,14 +315,14 @@ class Program:
         """A prompt's tokens, readable."""
         return [self.design.words[token] for token in plain(tokens)]
 
-    def prompts(self, prompts: Whole = 50, *, seed: int = 0) -> Int[Tensor, "prompt pos"]:
+    def prompts(self, prompts: Whole = 50, *, seed: Seed = 0) -> Int[Tensor, "prompt pos"]:
         """Random prompts, each with an answer at every one of `queries`.
 
         Raises:
             InvalidInputError: fewer than one.
         """
-        rng = random.Random(seed)
-        return torch.tensor([self.sample(rng) for _ in range(whole_number("prompts", prompts, least=1))])
+        rng = random.Random(whole_seed(seed))
+        return torch.tensor([self.sample(rng) for _ in range(whole_count("prompts", prompts))])
 
     def truth(self, tokens: IdsLike, query: Whole = -1) -> Truth:
         """What is true of one prompt.
@@ -336,7 +336,7 @@ class Program:
         """
         return self.explain(list(plain(tokens)), self._query(query))
 
-    def answers(self, prompts: Whole = 50, *, seed: int = 0, query: Whole = -1) -> KnownAnswers:
+    def answers(self, prompts: Whole = 50, *, seed: Seed = 0, query: Whole = -1) -> KnownAnswers:
         """The task for `evaluate.known_answer`: prompts end at the query, which no later token can change.
 
         Args:
@@ -355,7 +355,7 @@ class Program:
             sources[row, list(truth.sources)] = True
         return KnownAnswers(self.name, tokens, torch.tensor([truth.answer for truth in truths]), sources)
 
-    def components(self, prompts: Whole = 20, *, seed: int = 0, change: str = "source") -> KnownComponents:
+    def components(self, prompts: Whole = 20, *, seed: Seed = 0, change: str = "source") -> KnownComponents:
         """The task for `evaluate.known_components`, asked at the last query.
 
         Args:
@@ -372,7 +372,7 @@ class Program:
                 f"change={change!r}: {self.name} has {known}; what attends by position alone is chosen by no token."
             )
         replacement = self.changes[change]
-        rng = random.Random(seed)
+        rng = random.Random(whole_seed(seed))
         query = self.queries[-1]
         clean = self.prompts(prompts, seed=seed)[:, : query + 1]
         corrupted = [replacement.corrupt(list(row), rng) for row in clean.tolist()]
@@ -384,7 +384,7 @@ class Program:
         paths = tuple((*truth.paths, *((place,) for place in truth.constants)) for truth in truths)
         return KnownComponents(pairs.name, pairs, paths, replacement.nodes, replacement.edges)
 
-    def attention(self, prompts: Whole = 20, *, seed: int = 0, query: Whole = -1) -> KnownAttention:
+    def attention(self, prompts: Whole = 20, *, seed: Seed = 0, query: Whole = -1) -> KnownAttention:
         """The task for `evaluate.known_attention`; arguments as in `answers`."""
         query = self._query(query)
         tokens = self.prompts(prompts, seed=seed)[:, : query + 1]

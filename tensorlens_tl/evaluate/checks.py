@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import Whole, checked_names, whole_number
+from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_count, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import Methods, Scorer, Share, WholeNumber, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import hooked, lock_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @checked_names
 def completeness(
-    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: Seed = 0, **freezing: Any
 ) -> Evaluation:
     """Measure how far each method's scores and bias are from the total they explain, and the bias' share of it.
 
@@ -82,7 +82,7 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
 
 @checked_names
 def randomisation(
-    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: Seed = 0, **freezing: Any
 ) -> Evaluation:
     """Correlate each method's scores with its scores on the same model, weights scrambled from the top down.
 
@@ -138,7 +138,7 @@ def stability(
     *,
     noise: Share = 0.01,
     draws: WholeNumber = 4,
-    seed: int = 0,
+    seed: Seed = 0,
     **freezing: Any,
 ) -> Evaluation:
     """Correlate each method's scores with its scores when the first block's input gets Gaussian noise.
@@ -158,7 +158,7 @@ def stability(
     """
     if not isinstance(noise, int | float) or not noise > 0:
         raise InvalidInputError(f"noise={noise!r}: pass a positive share, such as 0.01.")
-    draws = whole_number("draws", draws, least=1)
+    draws = whole_count("draws", draws)
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)
     frozen.view.refuse_encoder_decoder("stability")
@@ -196,7 +196,7 @@ def _plus(value: Tensor) -> Callable[..., Tensor]:
 
 @checked_names
 def agreement(
-    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
+    model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: Seed = 0, **freezing: Any
 ) -> Evaluation:
     """Correlate the ranks of every two methods' scores for the last token; arguments are those of `completeness`.
 

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import check_choice, checked_names
+from tensorlens_tl._arguments import Seed, check_choice, checked_names
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
@@ -67,7 +67,7 @@ def compression(
     *,
     validation: Share = 1 / 3,
     choose_by: ChooseBy = "loss",
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Evaluation:
     """Measure loss and accuracy of a model under compressions.
 

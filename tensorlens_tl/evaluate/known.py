@@ -53,7 +53,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_count, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
@@ -117,7 +117,7 @@ def known_answer(
     minus: TokenLike = None,
     only_correct: bool = True,
     absolute: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool = True,
 ) -> Evaluation:
     """Rank the tokens that determine the answer by each method's scores for the last token.
@@ -260,7 +260,7 @@ def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
     >>> evaluate.expected_mrr(4) == (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4
     True
     """
-    tokens = whole_number("tokens", tokens, least=1)
+    tokens = whole_count("tokens", tokens)
     miss = 1.0  # the probability that no source has come yet
     total = 0.0
     sources = whole_number("sources", sources, 1, tokens)
@@ -275,7 +275,7 @@ def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
 
 
 @checked_names
-def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
+def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: Seed = 0) -> Evaluation:
     """Rank the true sources of each head's query and key: 1 / rank of the best-placed true one.
 
     Args:
@@ -388,7 +388,7 @@ def known_components(
     *,
     threshold: float = 0.05,
     only_correct: bool = True,
-    steps: int = 5,
+    steps: Whole = 5,
     memory: Memory = None,
 ) -> Evaluation:
     """Measure AUROC, precision and recall of each method's scores of nodes and edges that are known to matter.
@@ -422,6 +422,7 @@ def known_components(
         )
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest score, above 0 and at most 1.")
+    steps = whole_count("steps", steps)
     chosen = checked_methods(methods, COMPONENT_METHODS)
     work = PairWork(model, task.pairs, only_correct)
     numbers = [int(unit.removeprefix("prompt ")) for unit in work.units]

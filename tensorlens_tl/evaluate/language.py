@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl._arguments import Seed, check_choice, checked_names, whole_number, whole_seed
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, WholeNumber, predictions
 from tensorlens_tl.evaluate.tasks import KnownAnswers, PromptPairs
@@ -204,7 +204,7 @@ class LanguageTask:
 
 
 @checked_names
-def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed: int = 0) -> LanguageTask:
+def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed: Seed = 0) -> LanguageTask:
     """Pairs of prompts of a task that a trained model answers, built for its tokenizer.
 
     Args:
@@ -226,7 +226,7 @@ def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed
     """
     check_choice("name", name, TASKS)
     prompts = whole_number("prompts", prompts, 1, CANDIDATES)
-    view, rng = ModelView(model), random.Random(whole_number("seed", seed, least=0))
+    view, rng = ModelView(model), random.Random(whole_seed(seed, least=0))
     drawn = (TASKS[name](rng) for _ in range(4 * CANDIDATES))
     texts = list({text[:2]: text for text in drawn}.values())[:CANDIDATES]
     sides = [tokenized(view, list(side), None) for side in list(zip(*texts, strict=True))[:2]]

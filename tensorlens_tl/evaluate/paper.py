@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import Seed, checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
@@ -385,7 +385,7 @@ def reproduce(
     length: WholeNumber | None = None,
     n: WholeNumber | None = None,
     replacement: ReplacementName = None,
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
 ) -> Reproduction:
     """Run one experiment of the paper on a model, by the paper's protocol.

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, nearest
+from tensorlens_tl._arguments import Seed, Whole, check_choice, checked_names, nearest, whole_count
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError, warn_caller
@@ -84,7 +84,7 @@ def patching_agreement(
     *,
     by: PatchedBy = "head",
     only_correct: bool = True,
-    steps: int = 5,
+    steps: Whole = 5,
     memory: Memory = None,
 ) -> Evaluation:
     """Correlate each method's scores with activation patching in the live model, over nodes or edges.
@@ -113,6 +113,7 @@ def patching_agreement(
     ['pearson', 'spearman']
     """
     check_choice("by", by, PATCHED_BY)
+    steps = whole_count("steps", steps)
     known = [name for name in (EDGE_ROWS if by == "edge" else ROWS) if name != "patching"]
     chosen = checked_methods(methods, known)
     work = PairWork(model, pairs, only_correct)
@@ -148,8 +149,8 @@ def circuit_faithfulness(
     absolute: bool | None = None,
     choice: Choice = "top",
     only_correct: bool = True,
-    steps: int = 5,
-    seed: int = 0,
+    steps: Whole = 5,
+    seed: Seed = 0,
     folder: str | Path | None = None,
     memory: Memory = None,
 ) -> Evaluation:
@@ -186,6 +187,7 @@ def circuit_faithfulness(
     """
     axis = _axis(proportions)
     check_choice("choice", choice, CHOICES)
+    steps = whole_count("steps", steps)
     if folder is not None and not Path(folder).is_dir():
         if Path(folder).exists() or not Path(folder).parent.is_dir():
             raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")

@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import checked_names, plain, whole_number
+from tensorlens_tl._arguments import Seed, checked_names, plain, whole_count, whole_number
 from tensorlens_tl._row_files import UNKNOWN_ID, Reading
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_error
@@ -411,7 +411,7 @@ def perturbation(
     hidden: Hidden = "unembedded",
     attention_mask: IdsLike = None,
     prepend_bos: bool | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
 ) -> Evaluation:
     """Measure the damage of replacing the tokens that each method ranks first.
@@ -545,7 +545,7 @@ class PerturbationTest:
         self.steps = _fractions(fractions)
         self.names = _metrics(metrics, query)
         self.working_bytes = in_bytes(memory)
-        self.draws = whole_number("draws", draws, 1)
+        self.draws = whole_count("draws", draws)
         self.order: Order = order
         self.absolute = absolute
         self.hidden: Hidden = hidden
@@ -780,7 +780,7 @@ def perturbation_dataset(
     order: Order = "descending",
     absolute: bool = False,
     hidden: Hidden = "unembedded",
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
     text: str = "text",
     id: str = UNKNOWN_ID,

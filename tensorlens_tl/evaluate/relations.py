@@ -34,7 +34,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain, whole_number
+from tensorlens_tl._arguments import (
+    Seed,
+    check_choice,
+    checked_names,
+    formerly,
+    plain,
+    whole_count,
+    whole_number,
+)
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, UnsupportedModelError
@@ -492,7 +500,7 @@ def relation_decoding(
     betas: Sequence[float] = (1.0, BETA),
     rule: FrozenRule = "frozen",
     protocol: str | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Evaluation:
     """Measure how often the mean operator, LRE and a random object give the model's answer for held-out subjects.
 
@@ -524,7 +532,7 @@ def relation_decoding(
         check_choice("protocol", protocol, PROTOCOLS)
         return relation_decoding(model, relations, rule=rule, seed=seed, **PROTOCOLS[protocol])
     m = whole_number("m", m, least=1)
-    splits = whole_number("splits", splits, least=1)
+    splits = whole_count("splits", splits)
     if top_k is not None:
         top_k = whole_number("top_k", top_k, least=1)
     shots = m - 1 if shots is None else whole_number("shots", shots, 0, m - 1)

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names
+from tensorlens_tl._arguments import Seed, checked_names, whole_seed
 from tensorlens_tl._method_names import unknown_method
 from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.generation import scored_by
@@ -295,7 +295,7 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
     return matches.long().argmax(1, keepdim=True)
 
 
-def scorers_of(methods: Methods = None, *, seed: int = 0) -> list[Scorer]:
+def scorers_of(methods: Methods = None, *, seed: Seed = 0) -> list[Scorer]:
     """The methods of an evaluation, checked; see the module for what may be given. None is `STANDARD` and random."""
     if methods is None:
         methods = [*STANDARD, RANDOM]
@@ -337,8 +337,9 @@ def _scorer(label: str, what: MethodSpec, seed: int) -> Scorer:
     return Scorer(label, name, dict(options))
 
 
-def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch pos"]]:
+def random_scores(seed: Seed = 0) -> Callable[[FrozenPass], Float[Tensor, "batch pos"]]:
     """The random baseline: uniform scores that depend on the seed and on the prompt's tokens, not on its batch."""
+    seed = whole_seed(seed)
 
     def draw(frozen: FrozenPass) -> Tensor:
         masks = frozen.mask.tolist()

@@ -42,7 +42,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number
+from tensorlens_tl._arguments import Seed, check_choice, checked_names, plain, whole_count, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Mask, TokenIds, WholeNumber, predictions
 from tensorlens_tl.models import ModelLike, ModelView
@@ -363,7 +363,7 @@ def _truths(what: str, value: Mask) -> Bool[Tensor, "..."]:
 
 @checked_names
 def recall(
-    prompts: WholeNumber = 200, *, seed: int = 0, pairs: WholeNumber = 8, distractors: WholeNumber = 10
+    prompts: WholeNumber = 200, *, seed: Seed = 0, pairs: WholeNumber = 8, distractors: WholeNumber = 10
 ) -> KnownAnswers:
     """Key–value pairs with distractors between them, and a question for one key's value.
 
@@ -381,9 +381,9 @@ def recall(
     >>> bool((task.tokens[task.sources] == task.answers).all())  # the source is the answer itself
     True
     """
-    prompts = whole_number("prompts", prompts, least=1)
+    prompts = whole_count("prompts", prompts)
     pairs = whole_number("pairs", pairs, 1, len(KEYS))
-    distractors = whole_number("distractors", distractors, 0)
+    distractors = whole_count("distractors", distractors, 0)
     rng = random.Random(seed)
     ids = {word: number for number, word in enumerate(RECALL_WORDS)}
     rows = [recall_row(rng, pairs, distractors) for _ in range(prompts)]
@@ -409,7 +409,7 @@ def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int 
 
 
 @checked_names
-def brackets(prompts: WholeNumber = 200, *, seed: int = 0, length: WholeNumber = 24) -> KnownAnswers:
+def brackets(prompts: WholeNumber = 200, *, seed: Seed = 0, length: WholeNumber = 24) -> KnownAnswers:
     """Nested brackets, fillers between them, ended where a bracket closes.
 
     Args:
@@ -425,8 +425,8 @@ def brackets(prompts: WholeNumber = 200, *, seed: int = 0, length: WholeNumber =
     >>> task.answers.tolist() == (task.tokens[task.sources] + 6).tolist()  # six kinds open, then six close
     True
     """
-    prompts = whole_number("prompts", prompts, least=1)
-    length = whole_number("length", length, least=4)
+    prompts = whole_count("prompts", prompts)
+    length = whole_count("length", length, 4)
     rng = random.Random(seed)
     ids = {word: number for number, word in enumerate(BRACKET_WORDS)}
     rows: list[tuple[list[int], int]] = []
@@ -469,7 +469,7 @@ def induction(
     prompts: WholeNumber = 200,
     *,
     d_vocab: WholeNumber,
-    seed: int = 0,
+    seed: Seed = 0,
     segment: WholeNumber = 16,
     start: int | None = 0,
     least_token: int = 1,
@@ -492,9 +492,9 @@ def induction(
     >>> bool((task.tokens[task.sources] == task.answers).all())  # the source is the answer itself
     True
     """
-    prompts = whole_number("prompts", prompts, least=1)
-    segment = whole_number("segment", segment, least=4)
-    d_vocab = whole_number("d_vocab", d_vocab, least=least_token + segment, why="there must be a segment of tokens")
+    prompts = whole_count("prompts", prompts)
+    segment = whole_count("segment", segment, 4)
+    d_vocab = whole_count("d_vocab", d_vocab, least_token + segment, why="there must be a segment of tokens")
     rng = random.Random(seed)
     repeated = segment // 2
     before = [] if start is None else [start]
@@ -514,7 +514,7 @@ def _task(name: str, tokens: Tensor, answers: Tensor, positions: list[int]) -> K
 
 
 @checked_names
-def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) -> PromptPairs:
+def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: Seed = 0) -> PromptPairs:
     """A task's prompts, each beside one with another answer.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_arguments, whole_number
+from tensorlens_tl._arguments import checked_arguments, whole_count
 from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
@@ -79,7 +79,7 @@ def integrated_gradients(
     >>> result.scores.shape, result.gap.shape
     (torch.Size([1, 1, 7]), torch.Size([1, 1]))
     """
-    count = whole_number("steps", steps, least=1)
+    count = whole_count("steps", steps)
     live_logits = LiveLogits(frozen, target, minus, query, "integrated-gradients")
     logit = _Logit(live_logits, memory)
     total = logit.value(1.0) * live_logits.real

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex
 
-from tensorlens_tl._arguments import checked_arguments, formerly
+from tensorlens_tl._arguments import Seed, checked_arguments, formerly, whole_seed
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import (
@@ -59,7 +59,7 @@ def tensorlens(
     probes: SupportsIndex | None = None,
     tol: Tolerance = None,
     rows: Literal["gaussian", "orthonormal"] = "gaussian",
-    seed: int = 0,
+    seed: Seed = 0,
     memory: Memory = None,
 ) -> Attribution:
     """Score what each token gives to a logit, or to the output vector, through the frozen model (TensorLens).
@@ -109,7 +109,7 @@ def tensorlens(
         "final_norm": final_norm, "rule": rule, "bias": bias, **estimate,
     }  # fmt: skip
     if probes or tol:
-        options |= {"rows": rows, "seed": seed}
+        options |= {"rows": rows, "seed": whole_seed(seed)}
     return Attribution.of(
         frozen,
         result.scores,

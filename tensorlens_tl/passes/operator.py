@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, Whole, whole_number
+from tensorlens_tl._arguments import Number, Whole, whole_seed
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
@@ -415,7 +415,7 @@ class FrozenOperator:
         is_estimated = probes is not None or tol is not None
         norm_of: Callable[[Tensor], Estimate] = partial(self._norm, sources=sources, memory=memory)
         if is_estimated and int(probes or 0) < self.x.shape[-1]:
-            generator = torch.Generator().manual_seed(whole_number("seed", seed))
+            generator = torch.Generator().manual_seed(whole_seed(seed))
             norm_of = partial(norm_of, generator=generator, probes=probes, tol=tol, rows=rows)
         estimates = [norm_of(at) for at in positions.T]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import Whole, whole_number
+from tensorlens_tl._arguments import Whole, whole_count, whole_seed
 from tensorlens_tl.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def bootstrap_interval(
     """
     if not isinstance(level, int | float) or not 0 < level < 1:
         raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
-    resamples = whole_number("resamples", resamples, least=1)
-    generator = torch.Generator().manual_seed(whole_number("seed", seed))
+    resamples = whole_count("resamples", resamples)
+    generator = torch.Generator().manual_seed(whole_seed(seed))
     values = _read("values", values)
     units = values.shape[-1]
     if units < 2:

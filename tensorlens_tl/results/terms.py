@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import Seed, whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import Axes, figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
@@ -467,7 +467,7 @@ class ModelChange(Terms):
         return replace(self, **fields)
 
     def summary(
-        self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
+        self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: Seed = 0
     ) -> "pd.DataFrame":
         """Return each term's mean over prompts with its bootstrap interval, largest first, and that of the total.
 
