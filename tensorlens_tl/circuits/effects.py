@@ -44,16 +44,24 @@ from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, 
 from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.live import LiveTarget, NodeChange, NodeGradients, sublayer_nodes
+from tensorlens_tl.circuits.live import (
+    LiveTarget,
+    NodeChange,
+    NodeGradients,
+    change_hooks,
+    sublayer_nodes,
+    without_experts,
+)
 from tensorlens_tl.circuits.ruled import target_under
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
-from tensorlens_tl.hooks import capture
+from tensorlens_tl.hooks import capture, changed_calls, states_and_logits
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, LayerRange, Query, TokenLike
 from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.live import error_at, in_one_batch, prove_obedience
 from tensorlens_tl.passes.target import chosen_head, resolve_target
 from tensorlens_tl.passes.texts import special_positions
 from tensorlens_tl.registry import frozen_rule, is_of_run
@@ -378,55 +386,91 @@ class Ablation:
         self._query = query
         self._readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
         self._nodes = list(sublayer_nodes(self._readout, "ablated_logits", "head", "Name other nodes."))
-
-    @cached_property
-    def _live(self) -> LiveTarget:
-        """The live model, compared with the pass on first use."""
-        return LiveTarget(self._readout, "ablated_logits")
-
-    @cached_property
-    def _singly(self) -> list["Ablation"]:
-        """One ablation for each pass if a joint run does not reproduce the passes; otherwise none."""
-        if len(self._runs) == 1 or self._live.repeats(self._runs):
-            return []
-        return [Ablation(run, self._query) for run in self._runs]
+        self._unverified = self._runs
+        self._singly: list[Ablation] = []  # one for each pass, if they cannot share a run
 
     @one_question
     def logits(
         self, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None
     ) -> Float[Tensor, "run_and_batch query d_vocab"]:
-        """Return the logits without some nodes: the prompts of `frozen`, then those of `also`; see `ablated_logits`."""
-        frozen = self.frozen
+        """Return the logits without some nodes: the prompts of `frozen`, then those of `also`; see `ablated_logits`.
+
+        The first run also has unchanged copies of the prompts, which must reproduce the passes.
+        """
+        frozen, runs = self.frozen, self._runs
         check_choice("by", by, ABLATIONS)
         if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
             raise InvalidInputError("ablated_logits: by='other' takes another pass with as many prompts and tokens.")
         changes = [self._nodes[number] for number in _chosen([change.name for change in self._nodes], nodes)]
         if by != "zero" and any(change.expert is not None for change in changes):
             raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
-        frozen.check_fresh()
-        if self._singly:
-            return torch.cat([single.logits(nodes, by, other) for single in self._singly])
-        values: dict[str, Tensor] | None = None
-        if by != "zero":
-            of_runs = [self._values(other or run, changes, mean=by == "mean") for run in self._runs]
-            values = {point: torch.cat([of[point] for of in of_runs]) for point in of_runs[0]}
-        logits = self._live.logits(self._runs, changes, values)
-        if logits is None:
+        if frozen.view.unembedding is None or frozen.points.unembed_in is None:
             raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
-        return logits
+        live = frozen.live("ablated_logits")
+        live.check_hooks()
+        prove_obedience(frozen.maps)  # after the comparison: a hook put on since would look like disobedience
+        if not self._singly and not live.alone:
+            error, logits = self._run(self._unverified, changes, by, other)
+            if error <= live.tolerance:
+                self._unverified = []
+                return logits
+        if len(runs) > 1:
+            self._singly = self._singly or [Ablation(run, self._query) for run in runs]
+            return torch.cat([single.logits(nodes, by, other) for single in self._singly])
+        if self._unverified:  # user hooks may act on one row of a batch only, and results may depend on its size
+            error, _ = self._run(runs, [], by, other)
+            live.refuse(error, f"they differ by {error:.1e}")
+            self._unverified = []
+        return self._run([], changes, by, other)[1]
+
+    def _run(
+        self, unchanged: Sequence[FrozenPass], changes: Sequence[NodeChange], by: str, other: FrozenPass | None
+    ) -> tuple[float, Float[Tensor, "run_and_batch query d_vocab"]]:
+        """Run unchanged copies of some prompts, and with changes also changed copies of all.
+
+        Returns:
+            The largest error of the unchanged copies, relative to their passes, and the logits of the changed ones.
+        """
+        frozen = self.frozen
+        copies = [*unchanged, *(self._runs if changes else [])]
+        changed = [(copy, change) for copy in range(len(unchanged), len(copies)) for change in changes]
+        values = None if by == "zero" or not changes else self._values(copies, changes, by, other)
+        hooks = change_hooks(frozen, changed, len(copies), values)
+        experts = [(copy, change.expert) for copy, change in changed if change.expert is not None]
+        positions = frozen.prompt.in_logits(self._readout.positions).repeat(len(copies), 1)
+        inputs = in_one_batch([run.inputs for run in copies])
+        at = str(frozen.points.unembed_in)
+        with changed_calls(without_experts(experts, len(copies), frozen.tokens)):
+            states, logits = states_and_logits(frozen.model, inputs, at, positions, hooks)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
+        parts = states.chunk(len(copies))
+        errors = [error_at(run.capture, at, part) for run, part in zip(unchanged, parts, strict=False)]
+        return max(errors, default=0.0), logits[len(unchanged) * len(frozen.tokens) :]
 
     def _values(
-        self, run: FrozenPass, changes: Sequence[NodeChange], *, mean: bool
-    ) -> dict[str, Float[Tensor, "batch _some _width"]]:
-        """Return the live model's values at the nodes, or their means, from a run that stops after the last node."""
+        self, copies: Sequence[FrozenPass], changes: Sequence[NodeChange], by: str, other: FrozenPass | None
+    ) -> dict[str, Float[Tensor, "run_and_batch _some _width"]]:
+        """Return what replaces the nodes' values in copies of the prompts, from a run that stops after the last node.
+
+        A mean is that of each copy's own values.
+        """
+        frozen = self.frozen
+        runs = list(dict.fromkeys(copies)) if other is None else [other]
         points = [point for change in changes for point in change.points]
-        blocks = run.points.blocks
+        blocks = frozen.points.blocks
         after = max(change.layer for change in changes) + 1
         last = blocks[after].resid_pre if after < len(blocks) else self._readout.points[-1]
-        shown, _ = capture(run.model, run.inputs, [*dict.fromkeys(points), last], last=last)
-        values = {point: shown[point].reshape(*run.tokens[:, run.capture.span(point)].shape, -1) for point in points}
-        if mean:
-            values = {point: _mean_of_tokens(run, point, value) for point, value in values.items()}
+        inputs = in_one_batch([run.inputs for run in runs])
+        shown, _ = capture(runs[0].model, inputs, [*dict.fromkeys(points), last], last=last)
+        values: dict[str, Tensor] = {}
+        for point in points:
+            shape = frozen.tokens[:, frozen.capture.span(point)].shape
+            of_runs = shown[point].reshape(len(runs), *shape, -1)
+            if by == "mean":
+                means = [_mean_of_tokens(run, point, value) for run, value in zip(runs, of_runs, strict=True)]
+                of_runs = torch.stack(means)
+            values[point] = of_runs.repeat(len(copies) // len(runs), 1, 1, 1).flatten(0, 1)
         return values
 
 

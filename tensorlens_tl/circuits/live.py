@@ -31,12 +31,11 @@ from tensorlens_tl.hooks import (
     changed_calls,
     in_this_thread,
     run_until,
-    states_and_logits,
 )
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
-from tensorlens_tl.passes.live import Copies, EarlierLayers, in_one_batch, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
 
 # ------------------------------------------------------------------ ablated experts
 
@@ -155,7 +154,7 @@ def _changed(
     tensor: Tensor,
     *,
     hook: Any,
-    earlier: EarlierLayers,
+    earlier: EarlierLayers | None,
     marked: Bool[Tensor, "copy batch pos part 1"],
     replacement: Float[Tensor, "_one_or_copy batch pos part width"] | None,
 ) -> Tensor:
@@ -163,13 +162,47 @@ def _changed(
 
     Some classes flatten batch and position, some have heads side by side.
     """
-    marked = earlier.entered(marked).to(tensor.device)
+    if earlier is not None:
+        marked = earlier.entered(marked)
+        replacement = None if replacement is None else earlier.at_positions(replacement)
+    marked = marked.to(tensor.device)
     split = tensor.reshape(*marked.shape[:-1], -1)
     if replacement is None:
         changed = split.masked_fill(marked, 0)
     else:
-        changed = torch.where(marked, earlier.at_positions(replacement).to(tensor), split)
+        changed = torch.where(marked, replacement.to(tensor), split)
     return changed.reshape(tensor.shape)
+
+
+def change_hooks(
+    frozen: FrozenPass,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: NodeValues | None,
+    earlier: EarlierLayers | None = None,
+) -> list[FwdHook]:
+    """Return the hooks that change nodes, each in its copy of the prompts.
+
+    Nodes get `values`, of every copy or of all; None zeroes them. `earlier` are layers that copies may skip.
+    """
+    by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
+    for copy, change in changes:
+        for point in change.points:
+            by_point[point].append((copy, change))
+    batch, length = frozen.tokens.shape
+    hooks: list[FwdHook] = []
+    for point, point_changes in by_point.items():
+        parts = point_changes[0][1].parts
+        pos = len(range(length)[frozen.capture.span(point)])
+        marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=frozen.tokens.device)
+        for copy, change in point_changes:
+            marked[copy, change.prompt, change.position, change.part] = True
+        replacement = None
+        if values is not None:
+            replacement = values[point].unflatten(0, (-1, batch)).unflatten(-1, (parts, -1))
+        hook = partial(_changed, earlier=earlier, marked=marked, replacement=replacement)
+        hooks.append((point, in_this_thread(hook)))
+    return hooks
 
 
 class LiveTarget:
@@ -236,68 +269,17 @@ class LiveTarget:
         runs = self._model.changed(len(changes), run, self._error, self._bytes_per_copy, memory, title)
         return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
 
-    def repeats(self, runs: Sequence[FrozenPass]) -> bool:
-        """Return whether one run of several passes' prompts, this one's first, reproduces each pass's target."""
-        if self._model.alone:
-            return False
-        names = self.readout.points
-        seen, _ = capture(self.frozen.model, in_one_batch([run.inputs for run in runs]), names, last=names[-1])
-        held = torch.stack([self.readout.number_of(run.activation) for run in runs])
-        return self._error(self.number(seen, len(runs)), held) <= self._model.tolerance
-
-    def logits(
-        self, runs: Sequence[FrozenPass], changes: Sequence[NodeChange], values: NodeValues | None
-    ) -> Float[Tensor, "run_and_batch query d_vocab"] | None:
-        """Return the passes' logits at the queries, from one run with all given nodes changed; None if there are none.
-
-        `changes` and `values` are as in `losses`, with the values of each pass.
-        """
-        frozen = self.frozen
-        if frozen.view.unembedding is None or frozen.points.unembed_in is None:
-            return None
-        numbered = [(copy, change) for copy in range(len(runs)) for change in changes]
-        experts = [(copy, change.expert) for copy, change in numbered if change.expert is not None]
-        hooks = self._hooks(numbered, len(runs), values)
-        positions = frozen.prompt.in_logits(self.readout.positions).repeat(len(runs), 1)
-        inputs = in_one_batch([run.inputs for run in runs])
-        with changed_calls(without_experts(experts, len(runs), frozen.tokens)):
-            _, logits = states_and_logits(frozen.model, inputs, frozen.points.unembed_in, positions, hooks)
-        return logits if isinstance(logits, Tensor) and logits.ndim == 3 else None
-
     def _run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
     ) -> Float[Tensor, "copy batch query"]:
         """Return the target in each copy of the prompts, in one run; changes are given with their copy."""
         experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
-        hooks = self._hooks(changes, copies, values)
+        hooks = change_hooks(self.frozen, changes, copies, values, self.earlier)
         names = self.readout.points
         inputs = repeated(self.frozen.inputs, copies)
         with changed_calls(without_experts(experts, copies, self.frozen.tokens)):
             activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
         return self.number(activations, copies)
-
-    def _hooks(
-        self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
-    ) -> list[FwdHook]:
-        """Return the hooks that change nodes, each in its copy of the prompts."""
-        by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
-        for copy, change in changes:
-            for point in change.points:
-                by_point[point].append((copy, change))
-        batch, length = self.frozen.tokens.shape
-        hooks: list[FwdHook] = []
-        for point, point_changes in by_point.items():
-            parts = point_changes[0][1].parts
-            pos = len(range(length)[self.frozen.capture.span(point)])
-            marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=self.frozen.tokens.device)
-            for copy, change in point_changes:
-                marked[copy, change.prompt, change.position, change.part] = True
-            replacement = None
-            if values is not None:
-                replacement = values[point].unflatten(0, (-1, batch)).unflatten(-1, (parts, -1))
-            hook = partial(_changed, earlier=self.earlier, marked=marked, replacement=replacement)
-            hooks.append((point, in_this_thread(hook)))
-        return hooks
 
     def _shared_run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
@@ -350,10 +332,10 @@ class LiveTarget:
     @property
     def _bytes_per_copy(self) -> int:
         """Roughly what one copy of the prompts allocates in a run."""
-        stream = self.readout.stream
-        x = stream.x[0]
-        heads = max((len(step.nodes) for step in stream.steps), default=1)
-        per_position = 2 * x.shape[2] + stream.widest + heads * x.shape[1]
+        x = self.frozen.resid_pre(0)
+        heads = max((len(step.nodes) for step in self.readout.stream.steps), default=1)
+        widest = max(block.widest for block in self.frozen.view.blocks)
+        per_position = 2 * x.shape[2] + widest + heads * x.shape[1]
         return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
 
 

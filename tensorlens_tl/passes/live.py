@@ -334,6 +334,15 @@ SAME_SHAPE = 1e-5
 # * without, the first and the last copy of every batch are unchanged, and both must reproduce the pass.
 
 
+def error_at(capture: Capture, name: str, tensor: Tensor) -> float:
+    """Return the relative error of a run's activation at a hook point, compared with that of the pass."""
+    expected = capture.activation(name)
+    mask = capture.mask[:, capture.span(name)]
+    real = mask if mask.shape == expected.shape[:2] else None  # a classifier's head reads one vector
+    live = tensor.detach().to(expected.device).reshape(expected.shape)
+    return relative_error(upcast(live), upcast(expected), real)
+
+
 class LiveModel:
     """The model of a pass, for further runs.
 
@@ -363,11 +372,7 @@ class LiveModel:
     def check(self, seen: Mapping[str, Tensor]) -> None:
         """Raise `FrozenModelError` if an activation (by hook point) of a run differs from that of the pass."""
         for name, tensor in seen.items():
-            expected = self.capture.activation(name)
-            mask = self.capture.mask[:, self.capture.span(name)]
-            real = mask if mask.shape == expected.shape[:2] else None  # a classifier's head reads one vector
-            live = tensor.detach().to(expected.device).reshape(expected.shape)
-            error = relative_error(upcast(live), upcast(expected), real)
+            error = error_at(self.capture, name, tensor)
             self.refuse(error, f"{name} differs by {error:.1e}")
 
     def check_hooks(self) -> None:
