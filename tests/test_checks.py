@@ -82,6 +82,15 @@ def test_spearman_is_pandas(pairs):
     assert mine == pytest.approx(theirs, abs=1e-9, nan_ok=True)
 
 
+def test_scores_that_are_not_numbers_have_no_rank():
+    """A NaN is neither below nor equal to any score, which made its rank the lowest."""
+    a, b = torch.tensor([[[1.0, 2.0, torch.nan]], [[1.0, 2.0, 4.0]]]), torch.tensor([[1.0, 2.0, 3.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert evaluate.spearman(a, b.expand_as(a), mask).isnan().tolist() == [[True], [False]]
+    mask[:, -1] = False
+    assert evaluate.spearman(a, b.expand_as(a), mask).tolist() == [[pytest.approx(1)]] * 2
+
+
 def test_methods_that_run_copies_of_the_prompts_are_stable_too(model_named):
     """The noise is added to every copy, and to a prompt with another token: a replaced stream would fit none."""
     methods = ["value-zeroing", "leave-one-out", "chefer"]

@@ -250,7 +250,7 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 def spearman(
     a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
 ) -> Float[Tensor, "*method batch"]:
-    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores.
+    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores or a NaN.
 
     >>> from tensorlens_tl import evaluate
     >>> ranks = torch.tensor([[1.0, 2.0, 3.0]])
@@ -271,7 +271,7 @@ def _centred_ranks(scores: Tensor, mask: Tensor) -> Tensor:
     pairs = mask[..., None, :] & mask[..., :, None]
     below = (scores[..., None, :] < scores[..., :, None]) & pairs
     equal = (scores[..., None, :] == scores[..., :, None]) & pairs
-    ranks = below.sum(-1) + 0.5 * equal.sum(-1)
+    ranks = torch.where(scores.isnan() & mask, torch.nan, below.sum(-1) + 0.5 * equal.sum(-1))
     mean = (ranks * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
     return ((ranks - mean) * mask).double()
 
