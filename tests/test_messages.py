@@ -876,6 +876,12 @@ MISTAKES = {
         "run_with_cache",
     ),
     "a text in place of a stream": (lambda c: circuits.error_bound(c.frozen, TEXT), "Return", "x=", "tensor"),
+    "a mean over queries of one query": (
+        lambda c: circuits.logit_attribution(c.frozen, " value", query="mean"),
+        "'mean'",
+        "query",
+        "pass a position",
+    ),
     "whitening twice": (lambda c: tlens.whiten(c.whitened), "whitened already", "whiten", "load it again"),
     "whitening's start": (lambda c: tlens.whiten(c.model, init="zero"), "'zero'", "init", "'identity'"),
 }
@@ -917,10 +923,14 @@ COUNTS = {
         lambda c: evaluate.brackets(TOO_MANY),
         lambda c: evaluate.recall(TOO_MANY),
         lambda c: c.program.prompts(TOO_MANY),
+        lambda c: tlens.demo.held_out_prompts(c.model, TOO_MANY),
     ],
     "d_vocab": [lambda c: evaluate.induction(2, d_vocab=TOO_MANY)],
     "segment": [lambda c: evaluate.induction(2, d_vocab=99, segment=TOO_MANY)],
-    "length": [lambda c: evaluate.brackets(2, length=TOO_MANY)],
+    "length": [
+        lambda c: evaluate.brackets(2, length=TOO_MANY),
+        lambda c: tlens.demo.held_out_prompts(c.model, 2, TOO_MANY),
+    ],
     "distractors": [lambda c: evaluate.recall(2, distractors=TOO_MANY)],
     "tokens": [lambda c: evaluate.expected_mrr(TOO_MANY)],
     "splits": [lambda c: evaluate.relation_decoding(c.model, splits=TOO_MANY)],
@@ -936,7 +946,7 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_more_than_memory_or_time_allow_is_an_error_before_the_work(setting, name):
     for call in COUNTS[name]:
-        with pytest.raises(tlens.InvalidInputError, match=f"{name}={TOO_MANY}: pass (at most|-.* to) "):
+        with pytest.raises(tlens.InvalidInputError, match=f"{name}={TOO_MANY}: pass (at most|-?[0-9]+ to) "):
             call(setting)
 
 

@@ -193,6 +193,7 @@ def test_all_methods_run_and_those_that_do_not_fit_are_named(model_named):
 
 BAD = [
     ({"fractions": (0, 1.2)}, r"fractions=.*\[0, 1\]"),
+    ({"fractions": (0, float("nan"))}, r"fractions=.*\[0, 1\]"),
     ({"fractions": (0.1, 0.2)}, "the first 0"),
     ({"fractions": (0, 0.2, 0.1)}, "ascending"),
     ({"fractions": "a lot"}, "fractions='a lot'"),

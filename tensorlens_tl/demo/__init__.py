@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import Whole, check_choice, whole_count, whole_number
 from tensorlens_tl.demo.programs import PROGRAMS, Program, program
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening import whiten
@@ -75,7 +75,7 @@ def held_out_text() -> list[str]:
 
 
 def held_out_prompts(
-    model: Any, prompts: int = 128, length: int = 48, *, mask_at: int | None = None
+    model: Any, prompts: Whole = 128, length: Whole = 48, *, mask_at: int | None = None
 ) -> Int[Tensor, "prompt pos"]:
     """Windows of the held-out text, spread evenly over it, between the special tokens that the model expects.
 
@@ -86,16 +86,18 @@ def held_out_prompts(
         mask_at: a position that gets the tokenizer's mask token.
 
     Raises:
-        InvalidInputError: a model that reads no text.
+        InvalidInputError: a model that reads no text, or more prompts or tokens than there can be.
 
     >>> tlens.demo.held_out_prompts(model, 4, length=8).shape  # with the token that texts begin with
     torch.Size([4, 9])
     """
+    prompts = whole_count("prompts", prompts)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise InvalidInputError("held_out_prompts: this model reads no text; digit_images() gives images of digits.")
     rows = tokenizer(held_out_text(), add_special_tokens=False, verbose=False)["input_ids"]
     stream = torch.tensor([token for row in rows for token in row])
+    length = whole_number("length", length, 1, len(stream))
     starts = torch.linspace(0, len(stream) - length, prompts).long()
     start = tokenizer.cls_token_id or tokenizer.bos_token_id
     end = tokenizer.sep_token_id

@@ -250,7 +250,7 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
 def spearman(
     a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
 ) -> Float[Tensor, "*method batch"]:
-    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant scores or a NaN.
+    """Rank correlation over each prompt's real tokens, equal scores sharing their rank; NaN for constant or NaN scores.
 
     >>> from tensorlens_tl import evaluate
     >>> ranks = torch.tensor([[1.0, 2.0, 3.0]])

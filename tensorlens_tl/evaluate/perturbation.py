@@ -715,7 +715,7 @@ def _fractions(fractions: Fractions) -> list[float]:
         steps = [float(f) for f in fractions]
     except (TypeError, ValueError):
         raise InvalidInputError(f"fractions={fractions!r}: pass shares such as (0, 0.1, 0.2).") from None
-    if len(steps) < 2 or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)) or steps[-1] > 1:
+    if len(steps) < 2 or steps[0] != 0 or not all(a < b <= 1 for a, b in pairwise(steps)):
         raise InvalidInputError(f"fractions={steps}: pass at least two shares in [0, 1], ascending, the first 0.")
     return steps
 

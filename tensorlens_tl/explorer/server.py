@@ -205,7 +205,9 @@ class Server:
             self._socket.bind(("127.0.0.1", port))
             self._socket.listen()  # a page that is opened at once waits for the server
         except (OSError, OverflowError, TypeError) as error:
-            raise InvalidInputError(f"explore: cannot listen on port {port}: {error}. Use --port 0.") from error
+            raise InvalidInputError(
+                f"explore: cannot listen on port {port}: {str(error).rstrip('.')}. Use --port 0."
+            ) from error
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/?token={self.token}"
         self._hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}

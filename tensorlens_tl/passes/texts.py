@@ -16,7 +16,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelView
 
 NO_TEXTS = {
-    "mean": "Only `attribute` takes a mean over queries; use query='all' here for all of them.",
+    "mean": "Only `tlens.attribute` takes a mean over queries; pass a position, or query='all' where several can be.",
     "last": "The last token is query=-1.",
     "first": "The first token is query=0.",
 }
