@@ -198,6 +198,7 @@ def of_this_machine(results: Tables) -> str:
             "\n".join(rows),
             "Freezing, and each explanation after it, costs this many forward passes of the model (prompts of 15 tokens, one thread):",
             "\n".join(forwards),
+            "(memory-for-explanations)=",
             "**Explanations need memory** beyond that of the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
             f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. Long prompts need more: at GPT-2 small's shape, "
             f"freezing allocates at most {most(1024, 'keep')} MiB for 1,024 tokens and {most(2048, 'keep')} MiB for 2,048 tokens. "

@@ -141,6 +141,13 @@ def test_what_measuring_costs_on_a_short_prompt_is_quoted():
     assert "this takes about 35 forward passes" in page
 
 
+def test_the_agreement_of_measured_with_patching_is_quoted():
+    nodes = [line for line in real["lines"]() if line[1:5:2] == ("nodes", "measured") and line.metric == "pearson"]
+    least = f"with {{}} is at least {int(100 * min(float(line.mean) for line in nodes)) / 100:.2f} in every task"
+    assert least.format("patching") in (DOCS / "choose.md").read_text(encoding="utf-8")
+    assert least.format("activation patching") in (DOCS / "howto" / "12_two_prompts.md").read_text(encoding="utf-8")
+
+
 def test_attention_is_no_better_than_a_random_order_and_gates_make_no_significant_difference():
     page = (DOCS / "choose.md").read_text(encoding="utf-8")
     assert "the weights are no better than a random order" in page
