@@ -272,45 +272,27 @@ def check_pull_between(case: MapCase) -> None:
     vectors = case.draw(pos, out=True)[:, :, 0]
     placed = vectors.new_zeros(pos, batch, pos, vectors.shape[-1])
     placed[rows[:, None], prompts, queries] = vectors
-    whole, share = case.m.pull_with_bias(placed)
-    for keys in (None, [0], [pos - 1], _ends(pos)):
-        terms: list[Any] = []
-        pulled = case.m.pull_between(vectors, RowPositions(queries), keys, pos, causal=case.causal, biases=terms)
-        expected = whole[:, :, slice(None) if keys is None else keys]
-        padded = torch.zeros_like(expected)
-        padded[:, :, : pulled.shape[2]] = pulled
-        case.same(padded, expected, f"pull_between (keys={keys}) is not pull")
-        if keys is not None:
-            continue  # the map adds biases at these positions only
-        total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
-        size = share.abs().max().clamp_min(torch.finfo(share.dtype).tiny)
-        off = float((total - share).abs().max() / size)
-        case.require(off <= max(case.tolerance, 1e-12), f"pull_between misses ⟨g, bias⟩ (by {off:.1e}).")
-    _check_stretch(case)
-
-
-def _ends(pos: int) -> list[int]:
-    """The first position and the last, which may be the same."""
-    return sorted({0, pos - 1})
-
-
-def _check_stretch(case: MapCase) -> None:
-    """The same of vectors that live at neighbouring positions."""
-    pos = case.like.shape[1]
-    stretch = slice(pos // 3, max(pos - 1, 1))
-    placed = torch.zeros_like(case.draw(2, out=True))
-    placed[:, :, stretch] = case.draw(2, out=True)[:, :, stretch]
-    whole, share = case.m.pull_with_bias(placed)
-    for keys in (None, _ends(pos)):
-        terms: list[Any] = []
-        pulled = case.m.pull_between(placed[:, :, stretch], stretch, keys, pos, causal=case.causal, biases=terms)
-        expected = whole[:, :, slice(None) if keys is None else keys]
-        padded = torch.zeros_like(expected)
-        padded[:, :, : pulled.shape[2]] = pulled
-        case.same(padded, expected, f"pull_between (a stretch of queries, keys={keys}) is not pull")
-        if keys is None:
+    stretch = slice(pos // 3, max(pos - 1, 1))  # vectors that live at neighbouring positions
+    neighbours = torch.zeros_like(case.draw(2, out=True))
+    neighbours[:, :, stretch] = case.draw(2, out=True)[:, :, stretch]
+    for what, g, at, given in (
+        ("", placed, RowPositions(queries), vectors),
+        ("a stretch of queries, ", neighbours, stretch, neighbours[:, :, stretch]),
+    ):
+        whole, share = case.m.pull_with_bias(g)
+        for keys in (None, [0], [pos - 1], sorted({0, pos - 1})):
+            terms: list[Any] = []
+            pulled = case.m.pull_between(given, at, keys, pos, causal=case.causal, biases=terms)
+            expected = whole[:, :, slice(None) if keys is None else keys]
+            padded = torch.zeros_like(expected)
+            padded[:, :, : pulled.shape[2]] = pulled
+            case.same(padded, expected, f"pull_between ({what}keys={keys}) is not pull")
+            if keys is not None:
+                continue  # the map adds biases at these positions only
             total = sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(share))
-            case.same(total, share, "pull_between (a stretch of queries) misses ⟨g, bias⟩")
+            size = share.abs().max().clamp_min(torch.finfo(share.dtype).tiny)
+            off = float((total - share).abs().max() / size)
+            case.require(off <= max(case.tolerance, 1e-12), f"pull_between misses ⟨g, bias⟩ ({what}by {off:.1e}).")
 
 
 def check_norm_bound(case: MapCase) -> None:

@@ -7,7 +7,7 @@ globenc: undefined
 """
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,21 +24,21 @@ from tensorlens_tl.errors import (
     TensorLensError,
     UnsupportedModelError,
 )
-from tensorlens_tl.models import HookedModel, ModelLike, ModelView, TokenLike
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import FrozenPass, difference
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results import Attribution
-from tensorlens_tl.testing.models import labelled, random_input
+from tensorlens_tl.testing.models import Models, as_list, labelled, random_input
 from tensorlens_tl.testing.requirements import (
     COARSEST,
     ROUNDING,
     Check,
-    Guarded,
     Side,
     Untouched,
     activation_change,
     checks_of,
     frozen_rows,
+    named,
     precision,
     real_positions,
     require,
@@ -110,10 +110,8 @@ def _number(residual: Residual) -> str:
 
 if TYPE_CHECKING:
     Result = Attribution
-    Models = ModelLike | str | Iterable[ModelLike | str] | None
-    """A model, or several models or names of `model_names()`; None for one of every layout."""
 else:
-    Models = Result = Any  # what is wrong with a result is said by `check_attribution`
+    Result = Any  # what is wrong with a result is said by `check_attribution`
 
 LENGTH = 6
 SHORT = 4
@@ -183,7 +181,7 @@ def method_checks(
     checks = []
     for label, model in _labelled(models):
         case = partial(MethodCase, name, model, label, options, tolerance, seed)
-        checks += checks_of([Guarded(_on, check) for check in METHOD_CHECKS], case, label)
+        checks += checks_of(METHOD_CHECKS, case, label, _on)
     return checks
 
 
@@ -204,7 +202,7 @@ def _on(check: Callable[["MethodCase"], None], case: "MethodCase") -> None:
     with Untouched(case.model, case.who):
         try:
             if case.refusal is None:
-                case.begin(check.__name__)
+                case.begin(named(check))
                 check(case)
         except TensorLensError:
             raise
@@ -213,12 +211,7 @@ def _on(check: Callable[["MethodCase"], None], case: "MethodCase") -> None:
 
 
 def _labelled(models: Models) -> Iterator[tuple[str, ModelLike | str]]:
-    several: Any = models
-    if models is None:
-        several = EVERY_LAYOUT
-    if isinstance(several, str | HookedModel) or not isinstance(several, Iterable):
-        several = [several]
-    for number, model in enumerate(several):
+    for number, model in enumerate(as_list(models, EVERY_LAYOUT)):
         label, _ = labelled(model)
         if not isinstance(model, str):
             label = f"{label} {number}"
@@ -246,8 +239,8 @@ class MethodCase:
 
     def begin(self, check: str) -> None:
         """Name the check whose differences are measured next."""
-        self._check = check.removeprefix("check_").replace("_", " ")
-        self.residuals[self._check] = Residual()
+        self._check = check
+        self.residuals[check] = Residual()
 
     def note(self, measured: float, allowed: float) -> None:
         """Store a difference that a check measured, if it is the one nearest to what is allowed."""

@@ -11,7 +11,7 @@ True
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from tensorlens_tl.testing.models import labelled, random_input, tiny_input
 from tensorlens_tl.testing.requirements import (
     ROUNDING,
     Check,
-    Guarded,
     Side,
     Untouched,
     activation_change,
@@ -39,6 +38,7 @@ from tensorlens_tl.testing.requirements import (
     real_positions,
     require,
     same,
+    untouched,
 )
 
 
@@ -111,7 +111,7 @@ def model_checks(
     def case() -> ModelCase:
         return ModelCase(build(), input, tolerance, seed, options)
 
-    return checks_of([Guarded(_untouched, check) for check in MODEL_CHECKS], case, label)
+    return checks_of(MODEL_CHECKS, case, label, untouched)
 
 
 class ModelCase:
@@ -121,6 +121,7 @@ class ModelCase:
         self, model: ModelLike, input: InputLike | None, tolerance: float | None, seed: int, options: dict[str, Any]
     ) -> None:
         self.model = model
+        self.who = type(model).__name__
         self._tolerance = tolerance
         self.options: dict[str, Any] = dict(options)
         self.generator = torch.Generator().manual_seed(seed)
@@ -159,12 +160,6 @@ class ModelCase:
         return noise.to(like) * (size or 1.0)
 
 
-def _untouched(check: Callable[[ModelCase], None], case: ModelCase) -> None:
-    """Run a check that must leave the model as it was."""
-    with Untouched(case.model, type(case.model).__name__):
-        check(case)
-
-
 def check_proofs(case: ModelCase) -> None:
     """Every block, what follows the last, and the unembedding are what the weights say."""
     _ = case.frozen.unembedding_error  # measured when it is first read
@@ -190,19 +185,18 @@ def check_adjoint(case: ModelCase) -> None:
     case.same("pull is the adjoint of push", forward / size, backward / size)
 
 
-def _held(case: ModelCase, rule: FrozenRule) -> None:
-    """The model, live and held by hooks, away from the input: it must be the operator."""
-    op = case.frozen.operator(rule=rule)
-    x = op.x + case.draw(op.x)
-    real = case.frozen.mask
-    with torch.no_grad():
-        live = held_output(case.frozen, x, rule=rule)
-    case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
-
-
 def _held_by(rule: FrozenRule) -> Callable[[ModelCase], None]:
-    check = partial(_held, rule=rule)
-    check.__name__ = f"check_held_by_hooks_{rule}"  # pyright: ignore[reportAttributeAccessIssue]
+    """The model, live and held by hooks, away from the input: it must be the operator."""
+
+    def check(case: ModelCase) -> None:
+        op = case.frozen.operator(rule=rule)
+        x = op.x + case.draw(op.x)
+        real = case.frozen.mask
+        with torch.no_grad():
+            live = held_output(case.frozen, x, rule=rule)
+        case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
+
+    check.__name__ = f"check_held_by_hooks_{rule}"
     return check
 
 

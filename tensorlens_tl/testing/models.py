@@ -10,7 +10,7 @@ values (zero biases, unit gains) half of the ways to be wrong cannot be seen. No
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import HookedModel, ModelLike, ModelView
 from tensorlens_tl.whitening import whiten
 
 Options = dict[str, Any]
@@ -108,14 +108,13 @@ HOOKED_T5: Options = {
 
 # --------------------------------------------------------------------------- TransformerBridge, 3.9 and 4.x
 
-_SMALL = {
-    "vocab_size": VOCABULARY,
+_STACK = {
     "hidden_size": WIDTH,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
     "intermediate_size": 24,
-    "max_position_embeddings": CONTEXT,
 }
+_SMALL = {"vocab_size": VOCABULARY, **_STACK, "max_position_embeddings": CONTEXT}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_SMALL, **_TOKENS, "num_key_value_heads": 2, "head_dim": 4}
@@ -169,6 +168,14 @@ _MIXERS: dict[str, Family] = {
 }
 """State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
 
+_GPT = {
+    "vocab_size": VOCABULARY,
+    "n_positions": CONTEXT,
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+}
+_NO_PDROP = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _OPT: Options = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -263,16 +270,7 @@ WHOLE: dict[str, Family] = {
     "gpt1": (  # norms after sublayers, none at the end
         "OpenAIGPTConfig",
         "OpenAIGPTLMHeadModel",
-        {
-            "vocab_size": _GROUPED["vocab_size"],
-            "n_positions": _GROUPED["max_position_embeddings"],
-            "n_embd": _GROUPED["hidden_size"],
-            "n_layer": _GROUPED["num_hidden_layers"],
-            "n_head": _GROUPED["num_attention_heads"],
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
+        {**_GPT, **_NO_PDROP},
     ),
 }
 """Families some of whose parts are held as a whole: mixtures of experts, latent and gated attention, norms and gates
@@ -282,19 +280,7 @@ BRIDGE: dict[str, Family] = {
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCABULARY,
-            "n_positions": CONTEXT,
-            "n_embd": WIDTH,
-            "n_layer": LAYERS,
-            "n_head": HEADS,
-            "n_inner": 24,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {**_GPT, **_NO_PDROP, "n_inner": 24, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}),
     "neox-sequential": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS, "use_parallel_residual": False}),
@@ -310,17 +296,7 @@ BRIDGE: dict[str, Family] = {
     "gptj": (
         "GPTJConfig",
         "GPTJForCausalLM",
-        {
-            "vocab_size": VOCABULARY,
-            "n_positions": CONTEXT,
-            "n_embd": WIDTH,
-            "n_layer": LAYERS,
-            "n_head": HEADS,
-            "n_inner": 24,
-            "rotary_dim": 4,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+        {**_GPT, "n_inner": 24, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2},
     ),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
     "opt-350m": (  # norms after the sums, and a narrower embedding
@@ -379,14 +355,7 @@ BRIDGE |= ENCODER_DECODER
 
 # --------------------------------------------------------------------------- images, sound, and more than tokens
 
-_SENSES = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+_SENSES = {**_STACK, **_NO_DROPOUT}
 _IMAGE = {**_SENSES, "image_size": 8, "patch_size": 4, "num_labels": 5}
 _SPECTROGRAM = {
     **_SENSES, "patch_size": 4, "frequency_stride": 3, "time_stride": 3, "max_length": 10, "num_mel_bins": 7,
@@ -396,15 +365,7 @@ _WAVES = {
     **_SENSES, "vocab_size": VOCABULARY, "conv_dim": (WIDTH, WIDTH), "conv_stride": (4, 4), "conv_kernel": (4, 4),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
-_EYES = {
-    "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 8,
-    "patch_size": 4, "projection_dim": WIDTH,
-}  # fmt: skip
-_TEXT = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 24, "max_position_embeddings": 24, "num_key_value_heads": 2, "head_dim": 4,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+_EYES = {**_STACK, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
 
 SIGNALS: dict[str, Family] = {
     "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
@@ -435,16 +396,15 @@ def seeing_module(family: str) -> Any:
     transformers: Any = importlib.import_module("transformers")
     if family == "llava":
         config = transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**_EYES),
-            text_config=transformers.LlamaConfig(**_TEXT),
+            vision_config=transformers.CLIPVisionConfig(**_EYES, projection_dim=WIDTH),
+            text_config=transformers.LlamaConfig(**_GROUPED),
             image_token_index=VOCABULARY - 1,
         )
         module = transformers.LlavaForConditionalGeneration(config)
     else:
-        eyes = {name: value for name, value in _EYES.items() if name != "projection_dim"}
         config = transformers.Gemma3Config(
-            vision_config=transformers.SiglipVisionConfig(**eyes),
-            text_config=transformers.Gemma3TextConfig(**_TEXT),
+            vision_config=transformers.SiglipVisionConfig(**_EYES),
+            text_config=transformers.Gemma3TextConfig(**_GROUPED),
             image_token_index=VOCABULARY - 1,
             boi_token_index=VOCABULARY - 2,
             eoi_token_index=VOCABULARY - 3,
@@ -530,7 +490,6 @@ def build_bridge(family: str, compatibility: bool = False, **changes: Any) -> An
     """A Bridge of one of `BRIDGE`, with changes to its config."""
     import transformers
 
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
     config_name, architecture, options = BRIDGE[family]
     config = getattr(transformers, config_name)(**{**options, **changes})
     config._attn_implementation = "eager"
@@ -540,9 +499,7 @@ def build_bridge(family: str, compatibility: bool = False, **changes: Any) -> An
         auto = AutoModelForMaskedLM
     if family in ENCODER_DECODER:
         auto = AutoModelForSeq2SeqLM
-    module = auto.from_config(config, attn_implementation="eager").to(torch.float64).eval()
-    randomise(module)
-    model = builder.build_bridge_from_module(module, architecture, hf_config=config)
+    model = bridge_of(auto.from_config(config, attn_implementation="eager"))
     if compatibility:
         model.enable_compatibility_mode(disable_warnings=True)
     if hasattr(config, "rescale_every"):
@@ -681,6 +638,21 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return builders[name]()
+
+
+if TYPE_CHECKING:
+    Models = ModelLike | str | Iterable[ModelLike | str] | None
+    """A model, or several models or names of `model_names()`; None for a battery's own choice."""
+else:
+    Models = Any  # building or freezing says what is no model
+
+
+def as_list(models: Models, default: Iterable[str]) -> list[ModelLike | str]:
+    """Return the models of a battery, one or several or its default, as a list."""
+    several: Any = default if models is None else models
+    if isinstance(several, str | HookedModel) or not isinstance(several, Iterable):
+        return [several]
+    return list(several)
 
 
 def labelled(model: ModelLike | str) -> tuple[str, Callable[[], Any]]:

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool
@@ -160,33 +160,29 @@ class Untouched:
         }
 
 
-def named(function: "Callable[..., object] | Guarded[Any]") -> str:
+def named(function: Callable[..., object]) -> str:
     """A check's name, as tests show it."""
     return function.__name__.removeprefix("check_").replace("_", " ")
 
 
-class Guarded(Generic[Case]):
-    """A check that runs by way of another function, which holds what goes for all, such as `Untouched`."""
-
-    def __init__(self, run: Callable[[Callable[[Case], None], Case], None], check: Callable[[Case], None]) -> None:
-        self.run = run
-        self.check = check
-        self.__name__ = check.__name__
-
-    def __call__(self, case: Case) -> None:
-        """Raises `ConformanceError` unless it holds."""
-        self.run(self.check, case)
+def untouched(check: Callable[[Any], None], case: Any) -> None:
+    """Run a check that must leave the model of its case as it was."""
+    with Untouched(case.model, case.who):
+        check(case)
 
 
-def checks_of(functions: Sequence[Callable[[Case], None]], case: Callable[[], Case], label: str = "") -> list[Check]:
-    """Functions of a case as checks; the case is built when the first of them runs."""
+def checks_of(
+    functions: Sequence[Callable[[Case], None]],
+    case: Callable[[], Case],
+    label: str = "",
+    run: Callable[[Callable[[Case], None], Case], None] = lambda check, case: check(case),
+) -> list[Check]:
+    """Functions of a case as checks, called by `run`; the case is built when the first of them runs."""
     built = cache(case)
 
     def check(function: Callable[[Case], None]) -> Check:
-        name = named(function)
-        if label:
-            name = f"{label}: {name}"
-        return Check(name, lambda: function(built()), of=label)
+        name = ": ".join(filter(None, [label, named(function)]))
+        return Check(name, lambda: run(function, built()), of=label)
 
     return [check(function) for function in functions]
 

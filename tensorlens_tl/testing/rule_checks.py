@@ -6,7 +6,7 @@
 {}
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,21 +15,11 @@ from torch import Tensor
 
 from tensorlens_tl.core import Rule, rule_of, unchanged
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes import FrozenPass, run_under_rule
 from tensorlens_tl.requirements import resolved
-from tensorlens_tl.testing.models import labelled, random_input
-from tensorlens_tl.testing.requirements import (
-    EXACT,
-    Check,
-    Guarded,
-    Untouched,
-    checks_of,
-    frozen_rows,
-    precision,
-    require,
-    same,
-)
+from tensorlens_tl.testing.models import Models, as_list, labelled, random_input
+from tensorlens_tl.testing.requirements import EXACT, Check, checks_of, frozen_rows, precision, require, same, untouched
 
 LENGTH = 6
 EVERY_KIND = ("bridge/gpt2", "bridge/llama", "bridge/bert")
@@ -48,7 +38,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
 
 def check_rule(
     rule: Any,
-    models: "ModelLike | str | Iterable[ModelLike | str] | None" = None,
+    models: Models = None,
     *,
     tolerance: float | None = None,
     seed: int = 0,
@@ -81,7 +71,7 @@ def check_rule(
 
 def rule_checks(
     rule: Any,
-    models: "ModelLike | str | Iterable[ModelLike | str] | None" = None,
+    models: Models = None,
     *,
     tolerance: float | None = None,
     seed: int = 0,
@@ -94,13 +84,10 @@ def rule_checks(
     ['bridge/gpt2: functions', 'bridge/gpt2: values']
     """
     rule = rule_of(rule)
-    if models is None:
-        models = EVERY_KIND
-    several = models if isinstance(models, Iterable) and not isinstance(models, str | torch.nn.Module) else [models]
     checks: list[Check] = []
-    for label, build in map(labelled, several):
+    for label, build in map(labelled, as_list(models, EVERY_KIND)):
         case = partial(RuleCase, rule, build, label, tolerance, seed)
-        checks += checks_of([Guarded(_untouched, check) for check in RULE_CHECKS], case, label)
+        checks += checks_of(RULE_CHECKS, case, label, untouched)
     return checks
 
 
@@ -110,7 +97,7 @@ class RuleCase:
     def __init__(self, rule: Rule, build: Callable[[], Any], label: str, tolerance: float | None, seed: int) -> None:
         self.rule = rule
         self.model = build()
-        self.label = label
+        self.who = label
         self.generator = torch.Generator().manual_seed(seed)
         encoder = LENGTH // 2 if ModelView(self.model).is_encoder_decoder else 0
         self.frozen: FrozenPass = frozen_rows(self.model, random_input(self.model, LENGTH, self.generator), encoder)
@@ -136,11 +123,6 @@ class RuleCase:
         return of_leaf, of_one[0] if of_one else torch.zeros((), dtype=torch.float64)
 
 
-def _untouched(check: Callable[[RuleCase], None], case: RuleCase) -> None:
-    with Untouched(case.model, case.label):
-        check(case)
-
-
 def check_functions(case: RuleCase) -> None:
     """Each function of the rule returns the value of the operation that it is given."""
     for kind, (f, shapes) in OPERATIONS.items():
@@ -155,14 +137,14 @@ def check_values(case: RuleCase) -> None:
     """The model ends where it does without the rule."""
     points = (case.frozen.points.encoder_output, case.frozen.points.output)
     for name, output in zip([name for name in points if name is not None], case.run[2], strict=True):
-        same(output.detach(), case.frozen.activation(name), case.tolerance, f"{case.label}: {name} under the rule")
+        same(output.detach(), case.frozen.activation(name), case.tolerance, f"{case.who}: {name} under the rule")
 
 
 def check_zero(case: RuleCase) -> None:
     """Nothing is pulled back of nothing."""
     gradients = case.pull([torch.zeros_like(y) for y in case.run[2]])
     holds = all(bool((gradient == 0).all()) for gradient in gradients)
-    require(holds, f"{case.label}: the gradient of a zero target is not zero.")
+    require(holds, f"{case.who}: the gradient of a zero target is not zero.")
 
 
 def check_linear(case: RuleCase) -> None:
@@ -172,7 +154,7 @@ def check_linear(case: RuleCase) -> None:
     for of_both, a, b in zip(both, case.pull(first), case.pull(second), strict=True):
         size = float(a.abs().max() + 2 * b.abs().max())
         off = float((of_both - a - 2 * b).abs().max())
-        require(off <= case.tolerance * size, f"{case.label}: gradients are not linear in the target ({off:.1e} off).")
+        require(off <= case.tolerance * size, f"{case.who}: gradients are not linear in the target ({off:.1e} off).")
 
 
 def check_sum(case: RuleCase) -> None:
@@ -188,7 +170,7 @@ def check_sum(case: RuleCase) -> None:
     size = float(scores.abs().sum() + bias.abs())
     require(
         abs(summed - number) <= case.tolerance * size,
-        f"{case.label}: the rule says affine=True, and its scores and bias sum to {summed:.6g}, where the model's "
+        f"{case.who}: the rule says affine=True, and its scores and bias sum to {summed:.6g}, where the model's "
         f"number is {number:.6g}.",
     )
 
@@ -201,7 +183,7 @@ def check_derivative(case: RuleCase) -> None:
     with torch.enable_grad():
         leaf, _, outputs = run_under_rule(case.frozen, None)
     (theirs,) = torch.autograd.grad(outputs, leaf, targets)
-    same(case.pull(targets)[0], theirs, case.tolerance, f"{case.label}: the derivative and autograd's")
+    same(case.pull(targets)[0], theirs, case.tolerance, f"{case.who}: the derivative and autograd's")
 
 
 RULE_CHECKS = (check_functions, check_values, check_zero, check_linear, check_sum, check_derivative)
