@@ -21,7 +21,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.drawing import graphs
 from tensorlens_tl.drawing.heat_maps import LOOSE, side_by_side, strips
-from tensorlens_tl.drawing.marks import colour_bar, largest_of, note, number, short, token_marks, visible
+from tensorlens_tl.drawing.marks import colour_bar, counted, largest_of, note, number, short, token_marks, visible
 from tensorlens_tl.drawing.page import Picture, folded, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
 from tensorlens_tl.generation import Continuation, Count, FrozenGeneration, Hops, Span, check_hops, freeze_generation
@@ -114,8 +114,8 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
         raise InvalidInputError(f"compare: the results are for different queries (positions {positions}); compare one.")
     columns, facts = _columns(named, batch, rows)
     hints = {name: result.target or result.method for name, result in named.items()}
-    caption = "Blue adds, orange takes away; each column from its own largest value."
-    caption = " ".join([caption, *_footnotes(named, batch, rows)])
+    colours = "Blue adds, orange takes away; each column from its own largest value."
+    caption = " ".join([colours, *_footnotes(named, batch, rows)])
     chart = side_by_side(_real_tokens(first, batch), columns, hints, facts, caption=caption)
     title = f"{len(named)} attributions of one prompt"
     return Picture(title, panel(title, chart))
@@ -233,6 +233,11 @@ class Prediction:
         tokens = {"target": self.target, "minus": self.minus}
         return {name: token for name, token in tokens.items() if token is not None}
 
+    @property
+    def question(self) -> dict[str, Any]:
+        """Target, minus and query as options for a method or circuit."""
+        return {**self.options, "query": self.query}
+
 
 def predict(
     frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
@@ -322,9 +327,7 @@ def answers(
         registered = get_method(method)
         if registered.explains_prediction(options) and not prediction.options:
             continue
-        name = method
-        if variant:
-            name = f"{method} ({variant})"
+        name = f"{method} ({variant})" if variant else method
         count = operations(frozen, registered, options)
         if not slow and count > LIMIT and name in ESTIMATES:
             options = options | ESTIMATES[name]
@@ -437,11 +440,7 @@ def components_card(components: Terms, title: str = "The components that moved i
 
 
 def _rest(count: int, value: float, name: str) -> Lines:
-    if not count:
-        return []
-    if count > 1:
-        name += "s"
-    return [(f"{count} other {name}", value)]
+    return [(counted(count, f"other {name}"), value)] if count else []
 
 
 def _sum_card(title: str, lines: Sequence[tuple[str, float]], result: Attribution | Terms) -> str:
@@ -556,7 +555,7 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
         columns = {name: scores / sizes[name] for name, scores in columns.items()}
         facts = {}
         trusted = list(members)
-    count = "1 method" if len(members) == 1 else f"{len(members)} methods"
+
     listed = side_by_side(tokens, columns, hints, facts, scaled_by=trusted)
     estimated = (estimate(name, result, rows[name]) for name, result in members.items())
     notes = [*filter(None, estimated)]
@@ -569,10 +568,11 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
         notes += _footnotes(members, 0, rows)
     if trusted and len(trusted) < len(members):
         notes.append("The others set the scale of the colours.")
+    summary = f"The numbers of {counted(len(members), 'method')}, token by token"
     return (
         f'<section class="group" aria-label="{escape(group.title)}"><h3>{escape(group.title)}</h3>{note(group.what)}'
         f"{strips(tokens, columns, hints, position, scaled_by=trusted)}{''.join(map(note, notes))}"
-        f"{folded(f'The numbers of {count}, token by token', listed)}</section>"
+        f"{folded(summary, listed)}</section>"
     )
 
 
@@ -672,23 +672,24 @@ def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
     if ours is not None and ours.about_target:
         tokens = ours.result
     else:
-        tokens = attribute(frozen, query=prediction.query, **prediction.options)
+        tokens = attribute(frozen, **prediction.question)
     results = {name: answer.result for name, answer in said.shown.items()}
     proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
     components: Terms | None = None
-    sections = ""
+    sections: list[str] = []
     if prediction.options:
         try:
-            components = circuits.logit_attribution(frozen, by="head", query=prediction.query, **prediction.options)
-            sections, proved = _circuits(frozen, prediction, components)
+            components = circuits.logit_attribution(frozen, by="head", **prediction.question)
+            *sections, gap = _circuits(frozen, prediction, components, prediction.label)
         except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), or a graph that is too large
             refused["circuits"] = str(error)
         else:
-            proofs |= proved
+            proofs["direct effects of heads and MLPs: their sum against the logit"] = components.gap
+            proofs["contribution graph: its sources against the logit"] = torch.tensor(gap)
     parts = [answer_html(frozen, prediction, tokens, components)]
     if results:
         parts += ["<h2>What each method says</h2>", grouped_html(said.shown, prediction.position)]
-    parts += [sections, *map(note, said.failed.values())]
+    parts += [*sections, *map(note, said.failed.values())]
     if refused:
         reasons = table(("what", "why"), refused.items(), "words")
         parts.append(f'<div class="tlens">{folded(f"{len(refused)} not shown, and why", reasons)}</div>')
@@ -700,35 +701,17 @@ def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
     return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
 
 
-def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return heads, paths and the graph as HTML, and how exactly each sums to the model's number."""
-    question: dict[str, Any] = {**prediction.options, "query": prediction.query}
-    paths = circuits.top_paths(frozen, k=12, width=16, **question)
-    graph = circuits.contribution_graph(frozen, nodes=COVERED, threshold=0, **question)
-    label = prediction.label
-    sections = "".join(
-        (
-            "<h2>Heads and MLPs</h2>",
-            heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
-            _lists(heads, paths, label),
-            "<h2>The circuit</h2>",
-            graph.to_html(EDGES, title=f"How the {label} comes about", style=False),
-        )
-    )
-    proved = {
-        "direct effects of heads and MLPs: their sum against the logit": heads.gap,
-        "contribution graph: its sources against the logit": torch.tensor(graph.gap),
-    }
-    return sections, proved
-
-
-def _lists(heads: Terms, paths: Terms, label: str) -> str:
-    """Return the largest direct effects and paths, each in a folded section."""
+def _circuits(run: PassOrDifference, prediction: Prediction, heads: Terms, label: str) -> tuple[str, str, float]:
+    """Return heads and paths, and the graph, as HTML; and the graph's gap."""
+    paths = circuits.top_paths(run, k=12, width=16, **prediction.question)
+    graph = circuits.contribution_graph(run, nodes=COVERED, threshold=0, **prediction.question)
+    grid = heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False)
     effects = heads.to_html(15, title=f"The largest direct effects on the {label}", style=False)
     ways = paths.to_html(12, title=f"The largest paths to the {label}", style=False)
-    return (
-        f'<div class="tlens">{folded("The largest direct effects", effects)}{folded("The largest paths", ways)}</div>'
-    )
+    lists = folded("The largest direct effects", effects) + folded("The largest paths", ways)
+    picture = graph.to_html(EDGES, title=f"How the {label} comes about", style=False)
+    components = f'<h2>Heads and MLPs</h2>{grid}<div class="tlens">{lists}</div>'
+    return components, f"<h2>The circuit</h2>{picture}", graph.gap
 
 
 def _proofs(errors: Mapping[str, float], sums: Mapping[str, float], *notes: str) -> str:
@@ -791,29 +774,25 @@ class ChangedAnswer:
     def page(self) -> Picture:
         """Return the whole explanation as one page."""
         difference, prediction = self.difference, self.predictions[0]
-        question: dict[str, Any] = {**prediction.options, "query": prediction.query}
         with one_check(difference.a.model):
-            paths = circuits.top_paths(difference, k=12, width=16, **question)
-            graph = circuits.contribution_graph(difference, nodes=COVERED, threshold=0, **question)
-        label = f"change of the {prediction.label}"
+            components, picture, gap = _circuits(
+                difference, prediction, self.components, f"change of the {prediction.label}"
+            )
         heads = ("token", "after the first prompt", "after the second")
         cards = [_card("Both tokens", table(heads, self.rows))] if self.rows else []
         cards += [
             tokens_card(self.tokens, "The tokens that changed it"),
             components_card(self.components, "The components that changed it"),
         ]
-        sums = {"contribution graph: its sources against the change": graph.gap}
+        sums = {"contribution graph: its sources against the change": gap}
         if self.tokens.gap is not None:
             sums["tokens: Σ scores + bias against the change"] = float(self.tokens.gap.max())
         parts = (
             f"<h1>{escape(self.question)}</h1><p>{escape(self.statement)}</p>",
             _prompt(self.tokens),
             _cards(*cards),
-            "<h2>The circuit</h2>",
-            graph.to_html(EDGES, title=f"How the {label} comes about", style=False),
-            "<h2>Heads and MLPs</h2>",
-            self.components.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
-            _lists(self.components, paths, label),
+            picture,
+            components,
             _proofs(difference.errors, sums, repr(difference)),
         )
         return Picture(self.question, "".join(parts))
@@ -840,11 +819,10 @@ def changed_answer(
     if target is None and minus is None:
         chosen = predict(difference.b, query=first.query).target
         first = predict(difference.a, first.target, first.minus if chosen == first.target else chosen, first.query)
-    question: dict[str, Any] = {**first.options, "query": first.query}
-    second = predict(difference.b, **question)
-    tokens = attribute(difference, **question)
-    components = circuits.logit_attribution(difference, by="head", **question)
-    logits = [float(run.operator().totals(**question)) for run in difference.runs]
+    second = predict(difference.b, **first.question)
+    tokens = attribute(difference, **first.question)
+    components = circuits.logit_attribution(difference, by="head", **first.question)
+    logits = [float(run.operator().totals(**first.question)) for run in difference.runs]
     return ChangedAnswer(difference, (first, second), (logits[0], logits[1]), tokens, components)
 
 

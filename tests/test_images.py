@@ -112,21 +112,18 @@ def test_colours_have_the_signs_and_sizes_of_the_scores():
 
 
 def test_tokens_that_are_no_patch_are_named_with_their_scores():
-    _, _, html = made(special={"CLS": 0.25, "distillation": -1e6}, note="a note")
+    _, _, html = made(special={"CLS": 0.25, "distillation": -1e6})
     marked = re.findall(r'<span style="background:rgba\(([^"]*)\)">(.*?)</span>', html)
     assert [text for _, text in marked] == ["CLS +0.25", "distillation -1e+06"]
     assert float(marked[1][0].split(",")[-1]) == marks.STRONGEST  # beyond the patches' scale
-    assert "a note" in html
     assert "no patch" not in made()[2]
 
 
 def test_what_is_given_as_text_stays_text():
-    html = made(special={NASTY: 1.0}, note=NASTY)[2] + heat_maps.patch_scores(
-        np.zeros((1, 2, 2)), np.zeros((1, 1)), title=NASTY
-    )
+    html = made(special={NASTY: 1.0})[2] + heat_maps.patch_scores(np.zeros((1, 2, 2)), np.zeros((1, 1)), title=NASTY)
     assert "<img" not in html
     assert "<script" not in html
-    assert html_module.unescape(html).count(NASTY) == 4  # the title is also the picture's name
+    assert html_module.unescape(html).count(NASTY) == 3  # the title is also the picture's name
     assert "http" not in html
 
 

@@ -38,6 +38,7 @@ from tensorlens_tl.models.lifecycle import changed, compact, configuration
 from tensorlens_tl.models.offload import stored
 from tensorlens_tl.passes.inputs import like_length
 from tensorlens_tl.results import Attribution, Evaluation, Terms, area
+from tensorlens_tl.results.storage import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,13 +141,12 @@ class Folder:
         import filelock
 
         self._check_ours()  # before anything is written
-        lock = filelock.FileLock(self.path / "locks" / "manifest")
         try:
             (self.path / "locks").mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+            acquired = filelock.FileLock(self.path / "locks" / "manifest").acquire()
         except OSError as error:
             raise InvalidInputError(f"out={self.path}: cannot write there ({error.strerror or error}).") from error
-        try:
+        with acquired:
             for half in self.path.glob(f".{MANIFEST}.*.tmp"):  # left behind by a process that was killed
                 half.unlink()
             if not self.begun():
@@ -160,8 +160,6 @@ class Folder:
             earlier = self.manifest()
             self._check_same(earlier, manifest)
             return earlier
-        finally:
-            lock.release()
 
     def _check_same(self, earlier: Manifest, manifest: Manifest) -> None:
         """Raise InvalidInputError if the run in this folder has another model, data or options."""
@@ -241,18 +239,15 @@ class Folder:
         """
         import filelock
 
-        lock = filelock.FileLock(self.path / "locks" / f"part-{number:05d}")
         try:
-            lock.acquire(blocking=wait)
+            acquired = filelock.FileLock(self.path / "locks" / f"part-{number:05d}").acquire(blocking=wait)
         except filelock.Timeout:
             yield False
             return
-        try:
+        with acquired:
             for half in self.path.glob(f".{self.shard(number).name}.*.tmp"):  # left behind by a process that was killed
                 half.unlink()
             yield not self.shard(number).exists()
-        finally:
-            lock.release()
 
     def write_shard(self, manifest: Manifest, number: int, table: "pa.Table") -> None:
         """Write one shard in one step, with its seal."""
@@ -291,15 +286,10 @@ class Folder:
     @contextlib.contextmanager
     def _whole(self, path: Path) -> Generator[Path, None, None]:
         """Yield a temporary name for a file, which is renamed once it is fully on disk."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with disk_of(path):
-                yield temporary
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with disk_of(path), replacing(path) as temporary:
+            yield temporary
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -477,7 +467,7 @@ class DatasetResults:
 
     def __len__(self) -> int:
         """Return the number of rows processed so far."""
-        return sum(len(self.manifest.rows_of(number)) for number in self.shards)
+        return self._folder.done(self.manifest)
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator["pa.Table"]:
         """Yield one shard after another as an Arrow table; raise `FileFormatError` for a damaged one."""
@@ -571,15 +561,16 @@ class DatasetResults:
             if not frames:
                 raise InvalidInputError(f"{self.path}: no row has been processed yet, or all failed.")
             frame = pd.concat(frames, ignore_index=True)
-            frame = frame.sort_values("row", kind="stable", ignore_index=True)
-            return _chosen(frame, columns)
-        if columns is not None and self.shards:
-            _check_columns(columns, schema(self.manifest.double).names)
-        tables = list(self.tables(columns))
-        if not tables:
-            raise InvalidInputError(f"{self.path}: no row is done yet.")
-        frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
-        return _chosen(frame.sort_values("row", ignore_index=True), columns)
+            _check_columns(columns, frame.columns)
+        else:
+            if self.shards:
+                _check_columns(columns, schema(self.manifest.double).names)
+            tables = list(self.tables(columns))
+            if not tables:
+                raise InvalidInputError(f"{self.path}: no row is done yet.")
+            frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
+        frame = frame.sort_values("row", kind="stable", ignore_index=True)
+        return frame if columns is None else frame.reindex(columns=list(columns))
 
     def summary(self, quantiles: Quantiles = QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
         """Return the distribution of each component's effect over the processed rows (``method="logit_attribution"``).
@@ -687,16 +678,8 @@ class DatasetResults:
         return frame.dropna(subset=["error"]).reset_index(drop=True)
 
 
-def _chosen(frame: "pd.DataFrame", columns: Sequence[str] | None) -> "pd.DataFrame":
-    """Return some columns of a table, in this order; None for all."""
-    if columns is None:
-        return frame
-    _check_columns(columns, frame.columns)
-    return frame.reindex(columns=list(columns))
-
-
-def _check_columns(columns: Sequence[str], known: Iterable[str]) -> None:
-    for name in columns:
+def _check_columns(columns: Sequence[str] | None, known: Iterable[str]) -> None:
+    for name in columns or ():
         check_choice("columns", name, known)
 
 

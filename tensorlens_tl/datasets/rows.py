@@ -81,17 +81,19 @@ class Rows:
         return {"rows": len(self)} | digests
 
 
-def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInputError` for columns naming an unsupported option, or one that is also passed directly."""
+def check_columns(
+    columns: Mapping[str, str] | None, options: Mapping[str, Any], known: Sequence[str] = PER_PROMPT
+) -> None:
+    """Raise `InvalidInputError` for columns naming an option that is not `known`, or one that is also passed."""
     if not isinstance(columns, Mapping | None):
         raise InvalidInputError(
             f"columns={columns!r}: pass a mapping of options to columns, such as {{'target': 'answer'}}."
         )
     names = set(columns or {})
-    unknown = sorted(names - set(PER_PROMPT))
+    unknown = sorted(names - set(known))
     if unknown:
-        near = nearest(unknown[0], PER_PROMPT)
-        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of {', '.join(PER_PROMPT)}.{near}")
+        near = nearest(unknown[0], known)
+        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of {', '.join(known)}.{near}")
     both = sorted(names & set(options))
     if both:
         raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")

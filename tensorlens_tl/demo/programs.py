@@ -92,6 +92,10 @@ class Spaces:
         """A matrix, times the map from a space's channels to the stream."""
         return self.read(name, None if matrix is None else matrix.T).T
 
+    def head(self, query: tuple[Any, ...], key: tuple[Any, ...], value: tuple[Any, ...], out: str) -> "Head":
+        """A head that reads its query, key and value from spaces, by a matrix or as they are, and writes to another."""
+        return Head(self.read(*query), self.read(*key), self.read(*value), self.write(out))
+
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -423,6 +427,9 @@ def carried(*nodes: str, more: tuple[str, ...] = ()) -> tuple[frozenset[str], fr
 
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 SEPARATOR = "|"
+EMBED = frozenset({"embed"})
+POSITION = frozenset({"pos_embed"})
+PREVIOUS = frozenset({"L0H0"})
 
 CONFIDENCE = 10.0
 """The logit of the right answer, where a whole token is copied; all others are 0."""
@@ -432,16 +439,13 @@ def idle(spaces: Spaces, positions: int) -> Head:
     """A head that attends to all tokens, to later ones a little more, and writes what nothing reads."""
     always = torch.ones(positions, 1)
     later = torch.arange(positions)[:, None] / 4
-    return Head(
-        spaces.read("position", always), spaces.read("position", later), spaces.read("token"), spaces.write("idle")
-    )
+    return spaces.head(("position", always), ("position", later), ("token",), "idle")
 
 
 def before(spaces: Spaces, positions: int, value: str, out: str) -> Head:
     """A head that copies a space of the position before."""
     one_before = torch.diag(torch.ones(positions - 1), -1)
-    query = spaces.read("position", SHARP * one_before)
-    return Head(query, spaces.read("position"), spaces.read(value), spaces.write(out))
+    return spaces.head(("position", SHARP * one_before), ("position",), (value,), out)
 
 
 def design(
@@ -472,8 +476,7 @@ def places(*positions: int) -> frozenset[int]:
 
 def by_position(layer: int, query: int, key: int) -> Why:
     """A choice of the layer's first head that position embeddings alone make."""
-    here = frozenset({"pos_embed"})
-    return Why(layer, 0, query, key, places(query), places(key), here, here)
+    return Why(layer, 0, query, key, places(query), places(key), POSITION, POSITION)
 
 
 def swapped(row: Row, first: int, second: int) -> Row:
@@ -497,24 +500,18 @@ def previous_token() -> Program:
     words, letters = vocabulary(letters=12)
     spaces = Spaces(token=len(words), position=positions, answer=len(words), idle=len(words))
 
-    def sample(rng: random.Random) -> Row:
-        return [0, *rng.choices(letters, k=9)]
-
     def explain(row: Row, query: int) -> Truth:
         path = (("embed", query - 1), ("L0H0", query))
         return Truth(row[query - 1], (path,), (by_position(0, query, query - 1),))
-
-    def other_source(row: Row, rng: random.Random) -> Row:
-        return replaced(row, len(row) - 2, letters, rng)
 
     return Program(
         "previous-token",
         "says the token before",
         design("previous-token", words, spaces, [before(spaces, positions, "token", "answer")]),
         tuple(range(2, 10)),
-        sample,
+        lambda rng: [0, *rng.choices(letters, k=9)],
         explain,
-        {"source": Change(other_source, *carried("L0H0.v"))},
+        {"source": Change(lambda row, rng: replaced(row, len(row) - 2, letters, rng), *carried("L0H0.v"))},
     )
 
 
@@ -525,24 +522,18 @@ def two_back() -> Program:
     spaces = Spaces(token=len(words), position=positions, previous=len(words), answer=len(words), idle=len(words))
     heads = [before(spaces, positions, "token", "previous"), before(spaces, positions, "previous", "answer")]
 
-    def sample(rng: random.Random) -> Row:
-        return [0, *rng.choices(letters, k=9)]
-
     def explain(row: Row, query: int) -> Truth:
         path = (("embed", query - 2), ("L0H0", query - 1), ("L1H0", query))
         return Truth(row[query - 2], (path,), (by_position(0, query - 1, query - 2), by_position(1, query, query - 1)))
-
-    def other_source(row: Row, rng: random.Random) -> Row:
-        return replaced(row, len(row) - 3, letters, rng)
 
     return Program(
         "two-back",
         "says the token two before, by way of the one between",
         design("two-back", words, spaces, heads),
         tuple(range(3, 10)),
-        sample,
+        lambda rng: [0, *rng.choices(letters, k=9)],
         explain,
-        {"source": Change(other_source, *carried("L0H0.v", "L1H0.v"))},
+        {"source": Change(lambda row, rng: replaced(row, len(row) - 3, letters, rng), *carried("L0H0.v", "L1H0.v"))},
     )
 
 
@@ -559,18 +550,8 @@ def reverse() -> Program:
     )
     score = torch.zeros(len(words), 1)
     score[:2, 0] = torch.tensor([SHARP, 2 * SHARP])  # the first token, where there is no separator yet
-    find = Head(
-        spaces.read("position", torch.ones(positions, 1)),
-        spaces.read("token", score),
-        spaces.read("position"),
-        spaces.write("separator"),
-    )
-    copy = Head(
-        spaces.read("aim", SHARP * torch.eye(positions)),
-        spaces.read("position"),
-        spaces.read("token"),
-        spaces.write("answer"),
-    )
+    find = spaces.head(("position", torch.ones(positions, 1)), ("token", score), ("position",), "separator")
+    copy = spaces.head(("aim", SHARP * torch.eye(positions)), ("position",), ("token",), "answer")
     pairs = [(s, p) for s in range(2, positions) for p in range(s, min(2 * s - 1, positions))]
     one_hot = torch.eye(positions)
     both = Neurons(  # 1 where separator and query are the pair's, nothing where one of them is not
@@ -587,17 +568,13 @@ def reverse() -> Program:
     def explain(row: Row, query: int) -> Truth:
         separator = row.index(1)
         source = 2 * separator - 1 - query
-        where = frozenset({"pos_embed"})
-        finds = Why(0, 0, query, separator, places(query), places(separator), where, frozenset({"embed"}))
+        finds = Why(0, 0, query, separator, places(query), places(separator), POSITION, EMBED)
         read = frozenset({"MLP0"})
-        copies = Why(1, 0, query, source, places(separator, query), places(source), read, where)
+        copies = Why(1, 0, query, source, places(separator, query), places(source), read, POSITION)
         return Truth(row[source], ((("embed", source), ("L1H0", query)),), (finds, copies))
 
     def other_source(row: Row, rng: random.Random) -> Row:
         return replaced(row, 2 * row.index(1) - len(row), letters, rng)
-
-    def other_choice(row: Row, rng: random.Random) -> Row:
-        return swapped(row, row.index(1), row.index(1) + 1)
 
     return Program(
         "reverse",
@@ -608,7 +585,9 @@ def reverse() -> Program:
         explain,
         {
             "source": Change(other_source, *carried("L1H0.v")),
-            "choice": Change(other_choice, *carried("L0H0.k", "MLP0", "L1H0.q")),
+            "choice": Change(
+                lambda row, _: swapped(row, row.index(1), row.index(1) + 1), *carried("L0H0.k", "MLP0", "L1H0.q")
+            ),
         },
     )
 
@@ -626,8 +605,7 @@ def sort() -> Program:
     key_word = torch.arange(len(words))
     later = (key_word > query_word) & (query_word >= 1)  # the separator asks for the first of all
     table = torch.where(later, SHARP * (last - (key_word - query_word)), 0)
-    token = spaces.read("token")
-    copy = Head(spaces.read("token", table), token, token, spaces.write("answer"))
+    copy = spaces.head(("token", table), ("token",), ("token",), "answer")
 
     def sample(rng: random.Random) -> Row:
         row = rng.sample(letters[::2], 5)  # every other letter, so that the next one can take its place
@@ -637,8 +615,7 @@ def sort() -> Program:
         end = row.index(1)
         answer = min(letter for letter in row[1:end] if letter > row[query])
         source = row.index(answer)
-        parts = frozenset({"embed"})
-        why = Why(0, 0, query, source, places(query), places(source), parts, parts)
+        why = Why(0, 0, query, source, places(query), places(source), EMBED, EMBED)
         return Truth(answer, ((("embed", source), ("L0H0", query)),), (why,))
 
     def other_source(row: Row, rng: random.Random) -> Row:
@@ -664,9 +641,6 @@ def sort() -> Program:
 # --------------------------------------------------------------------------- programs that look something up
 
 
-EMBED = frozenset({"embed"})
-PREVIOUS = frozenset({"L0H0"})
-
 RARE = 0.1
 """In `counting`: the attention that a counted letter gets, as a share of the first token's."""
 
@@ -682,12 +656,7 @@ def induction() -> Program:
     positions = 16
     words, letters = vocabulary(letters=16)
     spaces = Spaces(token=len(words), position=positions, previous=len(words), answer=len(words), idle=len(words))
-    match = Head(
-        spaces.read("token", SHARP * torch.eye(len(words))),
-        spaces.read("previous"),
-        spaces.read("token"),
-        spaces.write("answer"),
-    )
+    match = spaces.head(("token", SHARP * torch.eye(len(words))), ("previous",), ("token",), "answer")
 
     def sample(rng: random.Random) -> Row:
         row = rng.sample(letters, 8)
@@ -698,12 +667,6 @@ def induction() -> Program:
         why = Why(1, 0, query, source, places(query), places(source - 1), EMBED, PREVIOUS)
         return Truth(row[source], ((("embed", source), ("L1H0", query)),), (by_position(0, source, source - 1), why))
 
-    def other_source(row: Row, rng: random.Random) -> Row:
-        return replaced(row, 5, letters, rng)
-
-    def other_choice(row: Row, rng: random.Random) -> Row:
-        return swapped(row, 4, 7)  # the query's own token then stands elsewhere, and another follows it
-
     return Program(
         "induction",
         "goes on with a segment that it has seen",
@@ -712,8 +675,9 @@ def induction() -> Program:
         sample,
         explain,
         {
-            "source": Change(other_source, *carried("L1H0.v")),
-            "choice": Change(other_choice, *carried("L0H0.v", "L1H0.k")),
+            "source": Change(lambda row, rng: replaced(row, 5, letters, rng), *carried("L1H0.v")),
+            # the query's own token then stands elsewhere, and another follows it
+            "choice": Change(lambda row, _: swapped(row, 4, 7), *carried("L0H0.v", "L1H0.k")),
         },
     )
 
@@ -735,21 +699,10 @@ def two_hop() -> Program:
     aim[list(ends)] = SHARP * torch.eye(positions)[[end - 1 for end in ends]]
     known = torch.eye(len(words))
     known[0] = 0
-    note = Head(
-        spaces.read("position", aim),
-        spaces.read("position"),
-        spaces.read("token", known),
-        spaces.write("previous"),
-    )
-    first, second = (
-        Head(
-            spaces.read(query_space, SHARP * torch.eye(len(words))),
-            spaces.read("previous"),
-            spaces.read("token"),
-            spaces.write(answer_space),
-        )
-        for query_space, answer_space in (("token", "hop"), ("hop", "answer"))
-    )
+    note = spaces.head(("position", aim), ("position",), ("token", known), "previous")
+    match = SHARP * torch.eye(len(words))
+    first = spaces.head(("token", match), ("previous",), ("token",), "hop")
+    second = spaces.head(("hop", match), ("previous",), ("token",), "answer")
 
     def sample(rng: random.Random) -> Row:
         a, b, c, d, e, f = rng.sample(letters, 6)
@@ -810,8 +763,7 @@ def counting() -> Program:
     table[questions:numbers, letters] = SHARP * torch.eye(len(letters))
     table[questions:numbers, 0] = SHARP - math.log(RARE)
     is_letter[letters] = 1
-    token = spaces.read("token")
-    count = Head(spaces.read("token", table), token, spaces.read("token", is_letter), spaces.write("count"))
+    count = spaces.head(("token", table), ("token",), ("token", is_letter), "count")
     shares = RARE * torch.arange(len(digits)).double()
     shares = shares / (1 + shares)
     slope = torch.zeros(len(words)).double()

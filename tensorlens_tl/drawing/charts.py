@@ -36,9 +36,7 @@ def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: 
     scale = 100 / ((end - start) or 1.0)
     lines = []
     for row in map(int, np.flatnonzero(shown)):
-        mean = float(means[row])
-        low = float(lows[row])
-        high = float(highs[row])
+        mean, low, high = (float(values[row]) for values in (means, lows, highs))
         left = scale * (low - start)
         width = scale * (high - low)
         mark = scale * (mean - start)
@@ -94,13 +92,11 @@ def curves(
         line = f'<path class="line" d="{way}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>'
         if row < len(LINES) and np.isfinite(y[row, -1]):
             ends = _way(np.concatenate([x, x[::-1]]), np.concatenate([height(highs[row]), height(lows[row])[::-1]]))
-            end = (x[-1], y[row, -1])
-            beyond = (x[-1] + 6, labels[row])
-            text = escape(short(name, 34))
             kind = "t"
             beside = (
-                f'<path class="band" d="{ends}Z" fill="{colour}"/>{_segment(end, beyond, colour)}'
-                f'<text x="{x[-1] + 8:.0f}" y="{labels[row] + 4:.0f}">{text}</text>'
+                f'<path class="band" d="{ends}Z" fill="{colour}"/>'
+                f'<path d="M{x[-1]:.0f} {y[row, -1]:.0f}L{x[-1] + 6:.0f} {labels[row]:.0f}" stroke="{colour}"/>'
+                f'<text x="{x[-1] + 8:.0f}" y="{labels[row] + 4:.0f}">{escape(short(name, 34))}</text>'
             )
         marks.append(
             f'<g class="{kind}" role="img" {tab_stop(row == 0)} '
@@ -137,10 +133,6 @@ def _way(x: np.ndarray, y: np.ndarray) -> str:
         else:
             pen = "M"
     return "".join(way)
-
-
-def _segment(start: tuple[float, float], end: tuple[float, float], colour: str) -> str:
-    return f'<path d="M{start[0]:.0f} {start[1]:.0f}L{end[0]:.0f} {end[1]:.0f}" stroke="{colour}"/>'
 
 
 def _apart(y: np.ndarray) -> np.ndarray:
@@ -180,8 +172,7 @@ def histogram(edges: Sequence[float], counts: Sequence[int]) -> str:
         f'<text x="0" y="{HISTOGRAM_HEIGHT + FLOOR - 4}">{edges[first]:.3g}</text>'
         f'<text x="{HISTOGRAM_WIDTH}" y="{HISTOGRAM_HEIGHT + FLOOR - 4}" text-anchor="end">{edges[last]:.3g}</text>'
     )
-    total = sum(counts)
-    label = f"sizes of {total} activations, from {edges[first]:.3g} to {edges[last]:.3g}"
+    label = f"sizes of {sum(counts)} activations, from {edges[first]:.3g} to {edges[last]:.3g}"
     height = HISTOGRAM_HEIGHT + FLOOR
     return (
         f'<div class="scroll"><svg width="{HISTOGRAM_WIDTH}" height="{height}" '

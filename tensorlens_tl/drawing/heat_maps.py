@@ -106,16 +106,9 @@ def strips(
     everything = np.concatenate([lines[name].astype(float) for name in scaled_by or lines])
     largest = largest_of(everything)
     rows = []
-    for count, (name, values) in enumerate(lines.items()):
-        marks = token_marks(
-            list(tokens.values()),
-            values.tolist(),
-            largest,
-            query,
-            list(tokens),
-            named=f"{name}, ",
-            first=count == 0,
-        )
+    for name, values in lines.items():
+        about = {"named": f"{name}, ", "first": not rows}
+        marks = token_marks(list(tokens.values()), values.tolist(), largest, query, list(tokens), **about)
         rows.append(
             f'<div class="strip"><span class="name" title="{escape(hints[name])}">{escape(name)}</span>'
             f'<span class="line">{marks}</span></div>'
@@ -183,10 +176,8 @@ def generated_text(
     first: int,
     targets: Sequence[Sequence[int]],
     facts: Sequence[str],
-    *,
-    chosen: int = -1,
 ) -> str:
-    """A prompt and what was generated after it, in the colours of one question about it.
+    """A prompt and what was generated after it, in the colours of the last question about it.
 
     Args:
         tokens: of the text.
@@ -196,12 +187,10 @@ def generated_text(
         targets: the tokens that each question is about, by number; a token belongs to at most one question where there
             are several.
         facts: a line about each question, such as its bias and total.
-        chosen: the question that is shown first.
     """
-    chosen %= len(values)
-    several = len(values) > 1
+    chosen = len(values) - 1
     questions: dict[int, int] = {}
-    if several:
+    if chosen:
         questions = {token: question for question, tokens_of in enumerate(targets) for token in tokens_of}
     largest = largest_of(values[chosen])
     marks = ['<span class="n">prompt </span>']
@@ -221,20 +210,16 @@ def generated_text(
         if "\n" in token and column + 1 != first:
             marks.append("<br>")
     line = f'<div class="line rove">{"".join(marks)}</div>'
-    if not several:
+    if not chosen:
         return line + colour_bar(values[chosen]) + note_line(facts[chosen])
-    data = f'data-values="{packed(values)}" data-width="{len(tokens)}" data-facts="{escape(_joined(facts))}"'
+    lines = "\n".join(fact.replace("\n", "↵") for fact in facts)  # a line holds no line feed
+    data = f'data-values="{packed(values)}" data-width="{len(tokens)}" data-facts="{escape(lines)}"'
     return (
         f'<div class="generated" {data} data-chosen="{chosen}">{line}'
         f'<output class="out" aria-live="polite">{escape(facts[chosen])}</output></div>'
         '<div class="n">Blue adds, orange takes away, each token from its own largest value. Point at a generated '
         "token, or move to it with the arrow keys, to see what made it; a click or Enter keeps it.</div>"
     )
-
-
-def _joined(facts: Sequence[str]) -> str:
-    """Lines as one attribute; a line holds no line feed."""
-    return "\n".join(fact.replace("\n", "↵") for fact in facts)
 
 
 class Example(NamedTuple):
@@ -304,12 +289,7 @@ LUMA = (0.299, 0.587, 0.114)
 
 
 def patch_scores(
-    image: np.ndarray,
-    scores: np.ndarray,
-    *,
-    title: str,
-    special: Mapping[str, float] | None = None,
-    note: str = "",
+    image: np.ndarray, scores: np.ndarray, *, title: str, special: Mapping[str, float] | None = None
 ) -> str:
     """Scores of an image's patches in colours over it; a patch's score shows on hover and focus.
 
@@ -322,7 +302,6 @@ def patch_scores(
             the right and the bottom, crop them.
         title: above the picture.
         special: scores of tokens that are no patch, such as ``{"CLS": 0.3}``, shown with their labels.
-        note: a line below.
 
     Raises:
         InvalidInputError: another shape, or a value that is not finite.
@@ -352,7 +331,7 @@ def patch_scores(
         )
         parts.append(f'<div class="special" role="group" aria-label="tokens that are no patch">{marks}</div>')
     parts.append(strongest([str(row) for row in range(rows)], [str(column) for column in range(columns)], scores))
-    return panel(title, *parts, notes=note)
+    return panel(title, *parts)
 
 
 def picture_of(image: np.ndarray, *, greys: bool = False) -> str:
@@ -363,9 +342,7 @@ def picture_of(image: np.ndarray, *, greys: bool = False) -> str:
         greys: in middle greys, as it lies under scores.
     """
     pixels = _bytes(_reduced(np.asarray(image, dtype=float)))
-    if greys:
-        pixels = _greys(pixels)
-    return png(pixels, {1: 0, 3: 2}[pixels.shape[-1]])
+    return png(_greys(pixels) if greys else pixels)
 
 
 def _check(image: np.ndarray, scores: np.ndarray, special: Mapping[str, float]) -> None:
@@ -413,10 +390,9 @@ def _greys(pixels: np.ndarray) -> np.ndarray:
 def _frame(pixels: np.ndarray, height: int, width: int, role: str, label: str, marks: str = "") -> str:
     """The image as an SVG in its own coordinates, with marks over it."""
     sharp = ' style="image-rendering:pixelated"' if max(height, width) < SMALLEST else ""
-    kind = {1: 0, 3: 2}[pixels.shape[-1]]
     return (
         f'<svg viewBox="0 0 {width} {height}" role="{role}" aria-label="{escape(label)}"><image width="{width}" '
-        f'height="{height}" preserveAspectRatio="none"{sharp} href="{png(pixels, kind)}"/>{marks}</svg>'
+        f'height="{height}" preserveAspectRatio="none"{sharp} href="{png(pixels)}"/>{marks}</svg>'
     )
 
 

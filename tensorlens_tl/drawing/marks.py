@@ -32,6 +32,11 @@ def short(text: str, most: int) -> str:
     return text[: most - 1] + "…"
 
 
+def counted(count: int, noun: str) -> str:
+    """So many of something: ``"1 prompt"``, ``"2 prompts"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def number(value: int | float) -> str:
     """A signed value in four digits."""
     return f"{value:+.4g}"
@@ -144,9 +149,9 @@ def token_line(
 
     `parts` names for each token the part of the prompt it belongs to; each part begins a line with its name.
     """
-    largest = largest_of(np.asarray(values, dtype=float))
-    marks = token_marks(tokens, values, largest, query, positions, parts)
-    return f'<div class="line rove">{marks}</div>{colour_bar(np.asarray(values, dtype=float))}'
+    scale = np.asarray(values, dtype=float)
+    marks = token_marks(tokens, values, largest_of(scale), query, positions, parts)
+    return f'<div class="line rove">{marks}</div>{colour_bar(scale)}'
 
 
 def token_marks(
@@ -168,10 +173,8 @@ def token_marks(
         positions = range(len(tokens))
     marks: list[str] = []
     for count, (position, token, value) in enumerate(zip(positions, tokens, values, strict=True)):
-        if parts and marks and parts[count] != parts[count - 1]:
-            marks.append("<br>")
-        if parts and (not marks or parts[count] != parts[count - 1]):
-            marks.append(f'<span class="n">{escape(parts[count])} </span>')
+        if parts and (not count or parts[count] != parts[count - 1]):
+            marks.append(f'{"<br>" if count else ""}<span class="n">{escape(parts[count])} </span>')
         label = f"{named}{visible(token)} at {position}: {number(value)}"
         is_first = first and count == 0
         marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=is_first))
@@ -199,23 +202,23 @@ def picture(values: np.ndarray, largest: int | float) -> str:
     steps = range(-127, 128)
     colours = bytes(channel for step in steps for channel in sign_colour(step))
     alpha = bytes(round(255 * STRONGEST * abs(step) / 127) for step in steps)
-    return png(levels(values, largest), 3, (b"PLTE", colours), (b"tRNS", alpha))
+    return png(levels(values, largest), (b"PLTE", colours), (b"tRNS", alpha))
 
 
-def png(pixels: np.ndarray, kind: int, *chunks: tuple[bytes, bytes]) -> str:
+def png(pixels: np.ndarray, *palette: tuple[bytes, bytes]) -> str:
     """Pixels as a data URI.
 
     Args:
-        pixels: bytes, `[row, column]` or `[row, column, channel]`.
-        kind: PNG's colour type: 0 grey, 2 red, green and blue, 3 indices into a palette.
-        chunks: what stands between header and pixels, such as the palette: names and contents.
+        pixels: bytes, `[row, column, channel]` of grey or of red, green and blue; or `[row, column]` of a palette.
+        palette: its chunks, which stand between header and pixels: names and contents.
     """
-    height, width = pixels.shape[:2]
+    height, width, *channels = pixels.shape
+    kind = {(1,): 0, (3,): 2, (): 3}[tuple(channels)]  # PNG's colour type
     rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels), 9)
     header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
     packed = b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in ((b"IHDR", header), *chunks, (b"IDAT", rows), (b"IEND", b""))
+        for name, data in ((b"IHDR", header), *palette, (b"IDAT", rows), (b"IEND", b""))
     )
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + packed).decode("ascii")
 

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_count, whole_number
+from tensorlens_tl._arguments import Number, Seed, Whole, checked_names, whole_count, whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.scorers import Methods, Scorer, Share, WholeNumber, query_rows, scorers_of, usable
+from tensorlens_tl.evaluate.scorers import Methods, Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import hooked, lock_of
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.models.lifecycle import copied
@@ -136,8 +136,8 @@ def stability(
     prompts: InputLike,
     methods: Methods = None,
     *,
-    noise: Share = 0.01,
-    draws: WholeNumber = 4,
+    noise: Number = 0.01,
+    draws: Whole = 4,
     seed: Seed = 0,
     **freezing: Any,
 ) -> Evaluation:

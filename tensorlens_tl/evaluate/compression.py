@@ -22,13 +22,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import Seed, check_choice, checked_names
+from tensorlens_tl._arguments import Number, Seed, check_choice, checked_names
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.known import KnownAnswers
-from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Share
+from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
@@ -65,7 +65,7 @@ def compression(
     task: CompressionTask,
     plans: Plans,
     *,
-    validation: Share = 1 / 3,
+    validation: Number = 1 / 3,
     choose_by: ChooseBy = "loss",
     seed: Seed = 0,
 ) -> Evaluation:
@@ -333,7 +333,7 @@ def _as_list(entry: Any) -> Sequence[Candidate]:
 
 
 def _split(
-    prompts: int, share: Share, several: bool, seed: int
+    prompts: int, share: Number, several: bool, seed: int
 ) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
     """Which prompts candidates are chosen on, and which are reported."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:

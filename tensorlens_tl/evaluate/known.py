@@ -67,7 +67,6 @@ from tensorlens_tl.evaluate.scorers import (
     Explained,
     Methods,
     Names,
-    WholeNumber,
     predictions,
     scorers_of,
     usable,
@@ -113,7 +112,7 @@ def known_answer(
     task: AnswerTask,
     methods: Methods = None,
     *,
-    k: WholeNumber | None = None,
+    k: Whole | None = None,
     minus: TokenLike = None,
     only_correct: bool = True,
     absolute: bool = False,
@@ -250,7 +249,7 @@ def _random_mrr(task: AnswerTask) -> float:
 
 
 @checked_names
-def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
+def expected_mrr(tokens: Whole, sources: Whole = 1) -> float:
     """What a random order gets: H_n / n for one source among n tokens, Σ_r P(best rank = r) / r for several.
 
     Raises:

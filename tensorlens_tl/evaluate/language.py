@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from tensorlens_tl._arguments import Seed, check_choice, checked_names, whole_number, whole_seed
+from tensorlens_tl._arguments import Seed, Whole, check_choice, checked_names, whole_number, whole_seed
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, WholeNumber, predictions
+from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, predictions
 from tensorlens_tl.evaluate.tasks import KnownAnswers, PromptPairs
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
@@ -204,7 +204,7 @@ class LanguageTask:
 
 
 @checked_names
-def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed: Seed = 0) -> LanguageTask:
+def language_task(model: ModelLike, name: str, prompts: Whole = 8, *, seed: Seed = 0) -> LanguageTask:
     """Pairs of prompts of a task that a trained model answers, built for its tokenizer.
 
     Args:

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import Seed, checked_names, whole_number
+from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.perturbation import FRACTIONS, perturbation
 from tensorlens_tl.evaluate.relations import Relation, by_relation, relation_decoding, shipped_relations
-from tensorlens_tl.evaluate.scorers import STANDARD, ReplacementName, WholeNumber, scorers_of, usable
+from tensorlens_tl.evaluate.scorers import STANDARD, ReplacementName, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
@@ -382,8 +382,8 @@ def reproduce(
     model: ModelLike,
     data: Data = None,
     *,
-    length: WholeNumber | None = None,
-    n: WholeNumber | None = None,
+    length: Whole | None = None,
+    n: Whole | None = None,
     replacement: ReplacementName = None,
     seed: Seed = 0,
     memory: Memory = None,
@@ -454,7 +454,7 @@ def _perturbed(model: ModelLike, inputs: Tensor, experiment: Experiment, options
 
 
 def _inputs(
-    view: ModelView, data: Any, experiment: Experiment, length: WholeNumber | None, n: WholeNumber | None
+    view: ModelView, data: Any, experiment: Experiment, length: Whole | None, n: Whole | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Token ids `[text, pos]` or images, and what is said about them in the settings."""
     name = experiment.name
@@ -484,7 +484,7 @@ def _inputs(
 
 
 def _texts(
-    view: ModelView, texts: Sequence[str], name: str, length: WholeNumber | None, n: int | None
+    view: ModelView, texts: Sequence[str], name: str, length: Whole | None, n: int | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """The first tokens of the first n texts that have as many, and what is said about them."""
     pos = LENGTH if length is None else whole_number("length", length, least=2)

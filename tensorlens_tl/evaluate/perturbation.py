@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import Seed, checked_names, plain, whole_count, whole_number
+from tensorlens_tl._arguments import Seed, Whole, checked_names, plain, whole_count, whole_number
 from tensorlens_tl._row_files import UNKNOWN_ID, Reading
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_error
@@ -38,6 +38,7 @@ from tensorlens_tl.datasets import (
     LoadModel,
     RowSource,
     RunOptions,
+    check_columns,
     read_prompts,
     run_work,
 )
@@ -57,7 +58,6 @@ from tensorlens_tl.evaluate.scorers import (
     ReplacementName,
     Scorer,
     Stretch,
-    WholeNumber,
     random_scores,
     scorers_of,
     usable,
@@ -92,13 +92,11 @@ class PerturbedRuns:
 
     def __init__(
         self,
+        test: "PerturbationTest",
         view: ModelView,
         prompt: Prompt,
         query: int | Literal["all"] | Int[Tensor, "prompt query"],
         replacements: Sequence[Replacement],
-        metrics: Sequence[str],
-        of_output: bool,
-        memory: int,
         target: TokenLike = None,
         minus: TokenLike = None,
     ) -> None:
@@ -108,19 +106,19 @@ class PerturbedRuns:
         self.prompt = prompt
         self.is_stretch = isinstance(query, Tensor)
         self.query: int | Literal["all"] = -1 if isinstance(query, Tensor) else query
-        self.metrics = metrics
+        self.metrics = test.names
         points = model_points(view)
         self.unembed_at = points.unembed_in or points.output
         # a mean over positions is one of the output; a classifier's head reads too few of them
-        of_output = of_output or (self.query == "all" and view.class_head is not None)
+        of_output = test.hidden == "output" or (self.query == "all" and view.class_head is not None)
         self.hidden_at = points.output if of_output else self.unembed_at
         self.positions = None if self.query == "all" else query_positions(prompt, query)
-        self.predicts = bool(set(OF_PREDICTION) & set(metrics))
-        for metric in set(metrics) & {"aopc", "aopc_abs"}:
+        self.predicts = test.predicts
+        for metric in set(test.names) & {"aopc", "aopc_abs"}:
             view.require_probabilities(f"metrics={metric!r}")
         self.alone = bool(foreign_hooks(view.model))
         self._placements = [Placement.of(view, prompt, one, singly=self.alone) for one in replacements]
-        self.rows = self._rows_at_once(view, memory)
+        self.rows = self._rows_at_once(view, test.working_bytes)
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states of whole prompts, and logits where they are read, once known
         nothing = torch.zeros_like(prompt.mask).cpu()
@@ -404,7 +402,7 @@ def perturbation(
     span: Span = None,
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
-    draws: WholeNumber = 3,
+    draws: Whole = 3,
     metrics: Metrics = METRICS,
     order: Order = "descending",
     absolute: bool = False,
@@ -523,8 +521,8 @@ def perturbation(
 class PerturbationTest:
     """What is measured of prompts; see `perturbation` for each option. Can be pickled if its scorers can.
 
-    `steps` are the shares of tokens that are replaced, `names` those of the metrics, `working_bytes` what runs may
-    allocate.
+    `steps` are the shares of tokens that are replaced, `names` those of the metrics, `predicts` whether one is of a
+    prediction, `working_bytes` what runs may allocate.
     """
 
     def __init__(
@@ -537,13 +535,14 @@ class PerturbationTest:
         absolute: bool,
         hidden: Hidden,
         seed: int,
-        draws: WholeNumber,
+        draws: Whole,
         memory: Memory,
     ) -> None:
         self.scorers = scorers_of(methods, seed=seed)
         self.query: PerturbationQuery = query
         self.steps = _fractions(fractions)
         self.names = _metrics(metrics, query)
+        self.predicts = bool(set(OF_PREDICTION) & set(self.names))
         self.working_bytes = in_bytes(memory)
         self.draws = whole_count("draws", draws)
         self.order: Order = order
@@ -560,10 +559,9 @@ class PerturbationTest:
     def query_of(self, view: ModelView, prompt: Prompt) -> int | Literal["all"]:
         """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked."""
         query = _query(self.query, prompt)
-        predicts = bool(set(OF_PREDICTION) & set(self.names))
-        if predicts and query != "all":
+        if self.predicts and query != "all":
             prompt.in_logits(query_positions(prompt, query))
-        if predicts and view.unembedding is None:
+        if self.predicts and view.unembedding is None:
             raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
         _counts(perturbable(view, prompt), self.steps)
         return query
@@ -599,8 +597,7 @@ class PerturbationTest:
         """The live model on some prompts, checked by `query_of`; or at the queries of a stretch of generated text."""
         replacements = drawn(view, prompt, replacement, self.draws, self.seed)
         at = _query(self.query, prompt) if query is None else query
-        of_output = self.hidden == "output"
-        return PerturbedRuns(view, prompt, at, replacements, self.names, of_output, self.working_bytes, target, minus)
+        return PerturbedRuns(self, view, prompt, at, replacements, target, minus)
 
     def curves(
         self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
@@ -775,7 +772,7 @@ def perturbation_dataset(
     query: PerturbationQuery = -1,
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
-    draws: WholeNumber = 3,
+    draws: Whole = 3,
     metrics: Metrics = METRICS,
     order: Order = "descending",
     absolute: bool = False,
@@ -818,7 +815,10 @@ def perturbation_dataset(
     """
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
     explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
-    _check_columns(columns or {}, explained)
+    check_columns(columns, explained, ("target", "minus"))
+    for name, value in explained.items():
+        if not isinstance(plain(value), str | int):
+            raise InvalidInputError(f"{name}={value!r}: pass one token for every row; columns= names a column of them.")
     named = explained | dict.fromkeys(columns or {}, "")
     test.check_explained(named.get("target"), named.get("minus"))
     reading = Reading(text, id, columns, truncate, prepend_bos)
@@ -909,19 +909,6 @@ class _Perturbing(Work):
         """What the rows of such a result have in common."""
         about = {"result": "Evaluation", "dtype": "float64", "axis": self.test.steps, "skipped": self.skipped}
         return about | self.described
-
-
-def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> None:
-    """Refuse tokens of rows that cannot be distinguished from those of all rows."""
-    unknown = sorted(set(columns) - {"target", "minus"})
-    if unknown:
-        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of target, minus.")
-    both = sorted(set(columns) & set(explained))
-    if both:
-        raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")
-    for name, value in explained.items():
-        if not isinstance(plain(value), str | int):
-            raise InvalidInputError(f"{name}={value!r}: pass one token for every row; columns= names a column of them.")
 
 
 def _name(method: str | MethodFunction) -> str:

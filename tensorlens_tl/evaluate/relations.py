@@ -36,6 +36,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import (
     Seed,
+    Whole,
     check_choice,
     checked_names,
     formerly,
@@ -46,7 +47,7 @@ from tensorlens_tl._arguments import (
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.scorers import RANDOM, PromptLength, WholeNumber, predictions
+from tensorlens_tl.evaluate.scorers import RANDOM, PromptLength, predictions
 from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView
 from tensorlens_tl.models.offload import saved_by_name
@@ -251,7 +252,7 @@ def leave_one_out(
     template: str,
     samples: Sequence[Sample],
     m: int,
-    shots: WholeNumber | None = None,
+    shots: Whole | None = None,
     length: PromptLength = None,
 ) -> Prompts:
     """m prompts, each asking for one sample after showing `shots` of the others."""
@@ -292,10 +293,10 @@ class RelationDecoder:
         cls,
         model: ModelLike,
         examples: Examples,
-        m: WholeNumber = 3,
+        m: Whole = 3,
         *,
         template: str | None = None,
-        shots: WholeNumber | None = None,
+        shots: Whole | None = None,
         length: PromptLength = None,
         rule: FrozenRule = "frozen",
     ) -> "RelationDecoder":
@@ -364,7 +365,7 @@ def _example_tokens(
     examples: Any,
     m: int,
     template: str | None,
-    shots: WholeNumber | None,
+    shots: Whole | None,
     length: PromptLength,
 ) -> Int[Tensor, "m pos"]:
     """The first m prompts of one length, from examples of any kind that `RelationDecoder.fit` takes."""
@@ -411,7 +412,7 @@ class LinearRelation:
 
     @classmethod
     def fit(
-        cls, model: ModelLike, prompts: Prompts, *, layer: WholeNumber | None = None, beta: float = 1.0
+        cls, model: ModelLike, prompts: Prompts, *, layer: Whole | None = None, beta: float = 1.0
     ) -> "LinearRelation":
         """Average Jacobian and bias over some prompts, on the live model.
 
@@ -492,10 +493,10 @@ def relation_decoding(
     model: ModelLike,
     relations: Iterable[Relation] | None = None,
     *,
-    m: WholeNumber = 3,
-    shots: WholeNumber | None = None,
-    splits: WholeNumber = 6,
-    top_k: WholeNumber | None = 1,
+    m: Whole = 3,
+    shots: Whole | None = None,
+    splits: Whole = 6,
+    top_k: Whole | None = 1,
     layers: Sequence[int] | None = None,
     betas: Sequence[float] = (1.0, BETA),
     rule: FrozenRule = "frozen",

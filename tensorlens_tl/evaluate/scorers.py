@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Seed, checked_names, whole_seed
+from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_seed
 from tensorlens_tl._method_names import unknown_method
 from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.generation import scored_by
@@ -46,19 +46,13 @@ if TYPE_CHECKING:
     Names = str | Sequence[str] | None
     """Names of methods out of a fixed list; None is an evaluation's default."""
 
-    WholeNumber = SupportsIndex
-    """An integer of any kind: Python's, numpy's or torch's."""
-
-    Share = float
-    """A share, or a size as a share of another."""
-
     TokenIds = Tensor | Sequence[int] | Sequence[Sequence[int]]
     Mask = Tensor | Sequence[Sequence[bool]]
 
-    PromptLength = WholeNumber | Literal["most common"] | None
+    PromptLength = Whole | Literal["most common"] | None
     """The token length of prompts: a number, the most common, or None where all must agree."""
 
-    PerturbationQuery = Literal["mean"] | WholeNumber
+    PerturbationQuery = Literal["mean"] | Whole
     """A position, or the mean over all positions."""
 
     Fractions = Sequence[float] | Tensor
@@ -70,9 +64,8 @@ if TYPE_CHECKING:
     ReplacementName = Literal["resampled", "mask", "pad", "mean", "zero"] | str | int | None
     """What stands for a replaced token: see `tensorlens_tl.evaluate.perturbation`."""
 else:
-    MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any
-    Share = TokenIds = Mask = PromptLength = Any
-    Fractions = Metric = Metrics = Order = Hidden = ReplacementName = Any
+    MethodFunction = MethodSpec = Methods = Names = PerturbationQuery = Fractions = TokenIds = Mask = Any
+    PromptLength = Metric = Metrics = Order = Hidden = ReplacementName = Any
 
 PROMPTS_AT_ONCE = 16
 """So many prompts of an evaluation are frozen together."""

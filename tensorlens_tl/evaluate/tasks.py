@@ -42,9 +42,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tensorlens_tl._arguments import Seed, check_choice, checked_names, plain, whole_count, whole_number
+from tensorlens_tl._arguments import Seed, Whole, check_choice, checked_names, plain, whole_count, whole_number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Mask, TokenIds, WholeNumber, predictions
+from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Mask, TokenIds, predictions
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import tokenized
@@ -362,9 +362,7 @@ def _truths(what: str, value: Mask) -> Bool[Tensor, "..."]:
 
 
 @checked_names
-def recall(
-    prompts: WholeNumber = 200, *, seed: Seed = 0, pairs: WholeNumber = 8, distractors: WholeNumber = 10
-) -> KnownAnswers:
+def recall(prompts: Whole = 200, *, seed: Seed = 0, pairs: Whole = 8, distractors: Whole = 10) -> KnownAnswers:
     """Key–value pairs with distractors between them, and a question for one key's value.
 
     Args:
@@ -409,7 +407,7 @@ def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int 
 
 
 @checked_names
-def brackets(prompts: WholeNumber = 200, *, seed: Seed = 0, length: WholeNumber = 24) -> KnownAnswers:
+def brackets(prompts: Whole = 200, *, seed: Seed = 0, length: Whole = 24) -> KnownAnswers:
     """Nested brackets, fillers between them, ended where a bracket closes.
 
     Args:
@@ -466,11 +464,11 @@ def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | 
 
 @checked_names
 def induction(
-    prompts: WholeNumber = 200,
+    prompts: Whole = 200,
     *,
-    d_vocab: WholeNumber,
+    d_vocab: Whole,
     seed: Seed = 0,
-    segment: WholeNumber = 16,
+    segment: Whole = 16,
     start: int | None = 0,
     least_token: int = 1,
 ) -> KnownAnswers:

@@ -38,9 +38,10 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import Whole, check_choice, nearest, whole_number
 from tensorlens_tl.drawing import figure, graphs, matrix
+from tensorlens_tl.drawing.marks import counted
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.entry import check_batch, mean_title, prompts_in_words, shown_target, targets_of_queries
+from tensorlens_tl.results.entry import check_batch, mean_title, shown_target, targets_of_queries
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, provenance_of_both, refuse_ranked
@@ -148,7 +149,7 @@ class EdgeScores(Scored):
         return int(self.exists.sum())
 
     def __repr__(self) -> str:
-        prompts = prompts_in_words(len(self.scores))
+        prompts = counted(len(self.scores), "prompt")
         return f"{type(self).__name__}({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
 
     def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
@@ -190,7 +191,7 @@ class EdgeScores(Scored):
     def mean(self) -> "EdgeScores":
         """Return the mean over prompts, as a result for one prompt."""
         means = {name: getattr(self, name).mean(0, keepdim=True) for name in ("scores", "clean", "corrupted")}
-        over = prompts_in_words(len(self.scores))
+        over = counted(len(self.scores), "prompt")
         return self._plain(**means, by_position=None, target=f"{self.target}, mean of {over}")
 
     def _plain(self, **fields: Any) -> "EdgeScores":

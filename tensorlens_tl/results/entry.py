@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.drawing.marks import counted
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import NEXT
 from tensorlens_tl.passes.target import EACH_NEXT, RANKED
@@ -108,10 +109,7 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     left = count - len(entries)
     if not left:
         return lines
-    others = f"{left} others"
-    if left == 1:
-        others = "1 other"
-    return [*lines, (others, everything - sum(score for _, score in lines))]
+    return [*lines, (counted(left, "other"), everything - sum(score for _, score in lines))]
 
 
 def closing(scores: Float[Tensor, "part"], names: Sequence[str], k: int) -> list[tuple[str, float]]:
@@ -142,15 +140,8 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
     batch = whole_number("batch", batch, why="one of the prompts")
     if not -len(prompts) <= batch < len(prompts):
         raise InvalidInputError(
-            f"batch={batch}, but this result holds {prompts_in_words(len(prompts))}, numbered from 0."
+            f"batch={batch}, but this result holds {counted(len(prompts), 'prompt')}, numbered from 0."
         )
-
-
-def prompts_in_words(count: int) -> str:
-    """Return ``"1 prompt"``, ``"2 prompts"`` and so on."""
-    if count == 1:
-        return "1 prompt"
-    return f"{count} prompts"
 
 
 def shown_prompt(batch: int, prompts: int) -> str:
@@ -208,9 +199,7 @@ def number_of(target: str) -> str:
 
 def span_text(tokens: Sequence[str]) -> str:
     """Describe generated tokens by their number and, if they are few, their text."""
-    count = "1 generated token"
-    if len(tokens) != 1:
-        count = f"{len(tokens)} generated tokens"
+    count = counted(len(tokens), "generated token")
     if len(tokens) > 12:
         return count
     return f"{count} {joined(tokens)!r}"

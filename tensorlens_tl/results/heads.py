@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import Axes, figure, graphs, matrix
-from tensorlens_tl.drawing.marks import note
+from tensorlens_tl.drawing.marks import counted, note
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import check_batch, closing, prompts_in_words, shown_prompt, some_numbers
+from tensorlens_tl.results.entry import check_batch, closing, shown_prompt, some_numbers
 from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, no_part, provenance_of_both
 
@@ -55,7 +55,7 @@ class HeadScores(Scored):
     def __repr__(self) -> str:
         prompts, layers, heads = self.scores.shape
         best = self.top(1)[0]
-        sizes = f"{prompts_in_words(prompts)}, {layers} × {heads} heads"
+        sizes = f"{counted(prompts, 'prompt')}, {layers} × {heads} heads"
         return f"HeadScores({self.target!r}, {sizes}, {best.name}={best.score:.3f})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
@@ -118,7 +118,7 @@ class HeadScores(Scored):
         tokens = f"mean over {count} tokens"
         if batch is not None:
             return f"{self.heading} · prompt {batch} · {tokens}"
-        return f"{self.heading} · {tokens} of {prompts_in_words(len(self.scores))}"
+        return f"{self.heading} · {tokens} of {counted(len(self.scores), 'prompt')}"
 
     def _html(self, k: int, batch: int | None = None) -> str:
         """Draw a row for each layer and a column for each head."""

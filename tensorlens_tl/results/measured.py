@@ -17,7 +17,7 @@ r = θ + ε, with ε distributed as in the other groups: θ ≤ max abs(r) + t �
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,6 +26,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import EdgeScores
 from tensorlens_tl.results.scores import Bars, Scored
+from tensorlens_tl.results.statistics import check_level
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class MeasuredScores(Scored):
     def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
         """Return which scores are measured, all scores, and the number of parts."""
 
+    def _titled_bars(self, title: str = "", **choice: Any) -> Bars:
+        bars = super()._titled_bars(title, **choice)
+        return replace(bars, notes=[*bars.notes, self._stated(choice.get("batch"))])
+
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self._stated()})"
 
@@ -162,10 +167,6 @@ class MeasuredTerms(MeasuredScores, Terms):
     def _columns(self, keys: bool) -> dict[str, Tensor | None]:
         return {"measured": self.measured_keys if keys else self.measured}
 
-    def _bars(self, k: int, query: int | str = -1, batch: int | None = None) -> Bars:
-        bars = super()._bars(k, query, batch)
-        return replace(bars, notes=[*bars.notes, self._stated(batch)])
-
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredEdges(MeasuredScores, EdgeScores):
@@ -182,10 +183,6 @@ class MeasuredEdges(MeasuredScores, EdgeScores):
     def _columns(self) -> dict[str, Tensor]:
         return {"measured": self.measured}
 
-    def _bars(self, k: int, batch: int | None = None) -> Bars:
-        bars = super()._bars(k, batch)
-        return replace(bars, notes=[*bars.notes, self._stated(batch)])
-
 
 def _rest(
     measured: Bool[Tensor, "batch part"],
@@ -197,8 +194,7 @@ def _rest(
 ) -> "pd.DataFrame":
     import pandas as pd
 
-    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
-        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+    check_level(level)
     unmeasured = ~measured.all(1)
     size = scores.double().abs().sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     shares = [(end / size * unmeasured).tolist() for end in rest_interval(draws, level)]

@@ -14,11 +14,11 @@ from torch import Tensor
 from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.drawing import figure, graphs, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing.marks import counted, number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.target import RANKED
 from tensorlens_tl.passes.texts import find_real
-from tensorlens_tl.results.entry import Entry, check_batch, largest, prompts_in_words, shown_prompt
+from tensorlens_tl.results.entry import Entry, check_batch, largest, shown_prompt
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -273,7 +273,7 @@ class PartScores(QueryScores):
         fields: dict[str, Any] = {
             "queries": torch.arange(len(counts), device=real.device)[None],
             "mask": real.any(0)[None],
-            "tokens": [[f"mean of {prompts_in_words(count)}" for count in counts]],
+            "tokens": [[f"mean of {counted(count, 'prompt')}" for count in counts]],
         }
         if "low" in self.TENSORS:
             known = torch.where(real[..., None], self.scores.detach().double(), torch.nan).cpu()
@@ -281,7 +281,7 @@ class PartScores(QueryScores):
             fields |= {"low": low[None], "high": high[None], "counts": real.sum(0)[None], "keys": None}
         fields |= {name: maybe(mean_of, getattr(self, name)) for name in self.NUMBERS}
         known = [count for count in counts if count] or [0]
-        over = prompts_in_words(max(known))
+        over = counted(max(known), "prompt")
         if min(known) < max(known):
             over = f"{min(known)} to {over}"
         return self._changed(**fields, target=f"{self._short_target}, mean of {over}")

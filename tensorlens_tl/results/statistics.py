@@ -32,6 +32,12 @@ def _read(name: str, values: Numbers) -> Float[Tensor, "*any item"]:
     return read.double()
 
 
+def check_level(level: Any) -> None:
+    """Raise `InvalidInputError` for a confidence outside (0, 1)."""
+    if not isinstance(level, int | float) or not 0 < level < 1:  # True is 1
+        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+
+
 def bootstrap_interval(
     values: Numbers, level: int | float = 0.95, *, seed: Whole = 0, resamples: Whole = RESAMPLES
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
@@ -47,8 +53,7 @@ def bootstrap_interval(
     >>> bool(low < 4.5 < high)
     True
     """
-    if not isinstance(level, int | float) or not 0 < level < 1:
-        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+    check_level(level)
     resamples = whole_count("resamples", resamples)
     generator = torch.Generator().manual_seed(whole_seed(seed))
     values = _read("values", values)

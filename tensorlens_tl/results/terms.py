@@ -17,7 +17,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import Seed, whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import Axes, figure, matrix, page, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing.marks import counted, number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
     largest,
@@ -346,11 +346,8 @@ class Terms(PartScores):
 
 def _counted(count: int, kind: str) -> str:
     """Name a row of parts that are not shown: ``"297 others"``, ``"12 other heads"``."""
-    plural = "" if count == 1 else "s"
-    if not kind:
-        return f"{count} other{plural}"
     noun, space, where = kind.partition(" ")
-    return f"{count} other {noun}{plural}{space}{where}"
+    return counted(count, f"other {noun}".strip()) + space + where
 
 
 KINDS = {
