@@ -43,8 +43,8 @@ def refuse(message):
 
 
 def module_of(family):
-    config_name, architecture, options = BRIDGE[family]
-    config = getattr(transformers, config_name)(**options)
+    architecture, options = BRIDGE[family]
+    config = getattr(transformers, architecture).config_class(**options)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     module = getattr(transformers, architecture)._from_config(config, attn_implementation="eager")

@@ -51,7 +51,7 @@ def built(name, seed=0):
         if name in OTHERS:
             config, architecture = OTHERS[name]
             torch.manual_seed(seed)
-            _, _, options = BRIDGE["bart"]
+            _, options = BRIDGE["bart"]
             module = getattr(transformers, architecture)._from_config(
                 getattr(transformers, config)(**options), attn_implementation="eager"
             )
@@ -514,7 +514,7 @@ def test_a_pattern_of_cross_attention_that_its_scores_do_not_give_is_refused():
 
 def test_a_soft_cap_inside_attention_is_read():
     """T5Gemma's, so low that the scores saturate."""
-    _, _, options = BRIDGE["t5gemma"]
+    _, options = BRIDGE["t5gemma"]
     stacks = {side: {**options[side], "attn_logit_softcapping": 0.5} for side in ("encoder", "decoder")}
     model = build_bridge("t5gemma", **stacks)
     runs = [run_of(model, seed) for seed in (0, 1)]

@@ -1,7 +1,7 @@
 """Running a method over a data set: in batches, written as shards, resumable, and read back lazily."""
 
 from tensorlens_tl.datasets.folder import DatasetResults, load_results
-from tensorlens_tl.datasets.rows import Rows as Rows, RowSource as RowSource, check_columns as check_columns
+from tensorlens_tl.datasets.rows import RowSource as RowSource, check_columns as check_columns
 from tensorlens_tl.datasets.running import (
     BatchAttributor,
     Engine as Engine,

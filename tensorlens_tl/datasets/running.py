@@ -182,8 +182,7 @@ class BatchAttributor:
         facts = dict[str, Any]()
         good = [row for row in range(len(rows)) if row not in rows.errors]
         if good:
-            per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
-            records, results = run_rows(self.work, self._model, [rows.tokens[row] for row in good], per_row)
+            records, results = run_rows(self.work, self._model, rows, good)
             by_row |= dict(zip(good, records, strict=True))
             if results:
                 facts = self.work.facts(results[-1][1])
@@ -275,13 +274,10 @@ class Job:
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 
     def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-        """Return a batch's records, and its results: for all rows (None), or for parts by their first row's number."""
+        """Return a batch's records and results, as `run_rows` does."""
         if batch[0] in self.rows.errors:  # rows that are not prompts form a batch of their own
             return [{"error": self.rows.errors[row]} for row in batch], []
-        per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
-        records, results = run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
-        numbers: dict[int | None, int] = dict(enumerate(batch))
-        return records, [(numbers.get(index), result) for index, result in results]
+        return run_rows(self.work, self.model, self.rows, batch)
 
 
 def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> DatasetResults:

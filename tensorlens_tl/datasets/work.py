@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.circuits.effects import logit_attribution, total_effects
+from tensorlens_tl.datasets.rows import Rows
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
@@ -115,28 +116,23 @@ def facts_in(table: "pa.Table") -> dict[str, Any]:
 
 
 def run_rows(
-    work: Work, model: ModelLike, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
+    work: Work, model: ModelLike, rows: Rows, batch: Sequence[int]
 ) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-    """Return a record for each row, and the results: of all rows (None) or of parts, by the index of their first row.
+    """Return a record for each row of a batch, and its results: of all (None) or of parts, by their first row's number.
 
     The rows run together; if that fails, each half is tried, and so on, so that a row that fails alone becomes a record
-    with its error. If results are saved, they are split into single rows at once. `per_row` holds options that differ
-    between rows.
+    with its error. If results are saved, they are split into single rows at once.
     """
-
-    def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
-        row_options = {name: [values[row] for row in rows] for name, values in per_row.items()}
-        result = work.together(model, [tokens[row].tolist() for row in rows], row_options)
-        return work.packed(result), result
-
     records: list[Record] = []
     results: list[tuple[int | None, Any]] = []
-    parts: list[Sequence[int]] = [range(len(tokens))]
+    parts = [batch]
     while parts:
         part = parts.pop()
         try:
-            part_records, result = run(part)
-            results.append((None if len(part) == len(tokens) else part[0], result))
+            per_row = {name: [values[row] for row in part] for name, values in rows.options.items()}
+            result = work.together(model, [rows.tokens[row].tolist() for row in part], per_row)
+            part_records = work.packed(result)
+            results.append((None if len(part) == len(batch) else part[0], result))
         except TensorLensError as error:
             if len(part) > 1:
                 length = 1 if work.save_whole else len(part) // 2
@@ -145,8 +141,8 @@ def run_rows(
             part_records = [{"error": f"{type(error).__name__}: {error.with_prompts({0: 'this row'})}"}]
         records += part_records
     view = ModelView(model)
-    for row, record in enumerate(records):
-        _describe(record, view, work.options, {name: values[row] for name, values in per_row.items()})
+    for row, record in zip(batch, records, strict=True):
+        _describe(record, view, work.options, {name: values[row] for name, values in rows.options.items()})
     return records, results
 
 

@@ -96,11 +96,7 @@ def heat_map(
 
 
 def head_map(cells: Mapping[tuple[int, str], float], title: str, ax: Axes | None = None) -> Axes:
-    """Numbers of heads and MLPs by layer and column (``"H3"``, ``"MLP"``) as a heat map, blank where there is none.
-
-    Args:
-        cells: the numbers.
-    """
+    """Numbers of heads and MLPs by layer and column (``"H3"``, ``"MLP"``) as a heat map, blank where there is none."""
     layers, columns, values = head_cells(cells)
     missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
     rows = [f"layer {layer}" for layer in layers]
@@ -176,8 +172,7 @@ def curves(
             ax.plot(steps, mean, color="0.75", linewidth=0.8, zorder=1)
             continue
         colour, dash = LINES[number]
-        style = (0, [0.6 * float(length) for length in dash.split()]) if dash else "solid"
-        ax.plot(steps, mean, label=plain(name), color=colour, linestyle=style, linewidth=1.5, zorder=3)
+        ax.plot(steps, mean, label=plain(name), color=colour, linestyle=_dash(dash, 0.8), linewidth=1.5, zorder=3)
         ax.fill_between(steps, low, high, alpha=0.15, color=colour, linewidth=0, zorder=2)
     _dress(ax, labels)
     if legend:
@@ -429,11 +424,7 @@ DOWN = 130
 
 
 def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
-    """Positions side by side, layers upwards, the target on top; widths and sizes are weights, lines are readings.
-
-    Args:
-        picture: nodes and edges.
-    """
+    """Positions side by side, layers upwards, the target on top; widths and sizes are weights, lines are readings."""
     places = layout(picture)
     x, y, width, height = places.x, places.y, places.width, places.height
     ax = axes(ax, (max(3.0, width / ACROSS), max(2.0, height / DOWN)))

@@ -67,11 +67,7 @@ def page(title: str, body: str) -> str:
 
 
 def display_in_notebook(html: Callable[[], str]) -> bool:
-    """Display HTML where this runs in a notebook, or any IPython shell; False, and nothing is computed, elsewhere.
-
-    Args:
-        html: computes it, style included.
-    """
+    """Display HTML where this runs in a notebook, or any IPython shell; False, and nothing is computed, elsewhere."""
     shell = sys.modules.get("IPython")
     if shell is None or shell.get_ipython() is None:
         return False

@@ -52,7 +52,7 @@ from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import InputLike, prepare
+from tensorlens_tl.passes.inputs import InputLike, tokenized
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.results import Evaluation
 
@@ -180,28 +180,21 @@ def few_shot_prompts(
         few_shot_text(template, sample_examples, sample.subject, separator)
         for sample_examples, sample in zip(shown[: len(subjects)], subjects, strict=True)
     ]
-    rows = token_rows(model, texts)
+    view = ModelView(model)
+    rows = tokenized(view, texts)
     selected = of_one_length(rows, [sample.subject for sample in subjects], length)
     rest = template.split("{}")[1]
     ends = list[int]()
     for number in selected:  # what comes after the subject is as long as the template's rest is by itself
-        (before,) = token_rows(model, [texts[number].removesuffix(rest)])
+        (before,) = tokenized(view, texts[number].removesuffix(rest))
         same = list(takewhile(lambda pair: pair[0] == pair[1], zip(before, rows[number], strict=False)))
         if not same:
             subject = subjects[number].subject
             raise InvalidInputError(f"cannot find the subject {subject!r} among the tokens of its prompt.")
         ends.append(len(same) - 1)
     return Prompts(
-        torch.tensor([rows[number] for number in selected]),
-        torch.tensor(ends),
-        tuple(subjects[number] for number in selected),
+        torch.tensor([rows[at] for at in selected]), torch.tensor(ends), tuple(subjects[at] for at in selected)
     )
-
-
-def token_rows(model: ModelLike, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text."""
-    view = ModelView(model)
-    return [prepare(view, text).tokens[0].tolist() for text in texts]
 
 
 def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: PromptLength) -> list[int]:
@@ -238,7 +231,7 @@ def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample])
 def _question_and_answer(model: ModelLike, template: str, sample: Sample) -> list[list[int]]:
     """Token ids of a prompt without examples, and of the same with its object."""
     question = few_shot_text(template, [], sample.subject)
-    return token_rows(model, [question, f"{question} {sample.object}"])
+    return tokenized(ModelView(model), [question, f"{question} {sample.object}"])
 
 
 def require_enough(have: int, m: int) -> None:
@@ -390,7 +383,7 @@ def _example_tokens(
                 "RelationDecoder.fit: pass a Relation, texts, or token ids [prompt, pos]; pairs of subject and object "
                 "need template= with one {}."
             )
-        rows = token_rows(model, examples)
+        rows = tokenized(ModelView(model), examples)
         examples = torch.tensor([rows[number] for number in of_one_length(rows, examples, length)])
     require_enough(len(examples), m)
     return examples[:m]

@@ -49,11 +49,12 @@ class Images:
 
     Attributes:
         given: the names of the images that Python gave.
+        processor: what prepares uploaded pictures; None where they are resized.
     """
 
     def __init__(self, model: Any, given: Any = None, processor: Callable[..., Any] | None = None) -> None:
         self._config = getattr(getattr(model, "original_model", None), "config", None)
-        self._processor = processor or getattr(model, "processor", None)
+        self.processor = processor or getattr(model, "processor", None)
         self._uploads: OrderedDict[str, Tensor] = OrderedDict()
         self._given: dict[str, Tensor] = {}
         if given is not None:
@@ -75,11 +76,6 @@ class Images:
         step = max(1, max(images[0].shape[2:]) // SMALL)
         return [picture_of(image[0, :, ::step, ::step].detach().cpu().double().numpy()) for image in images]
 
-    @property
-    def has_processor(self) -> bool:
-        """Whether an image processor prepares uploaded pictures."""
-        return self._processor is not None
-
     def pixels(self, name: str) -> Float[Tensor, "1 channel height width"]:
         """An image as the model reads it."""
         image = self._given.get(name, self._uploads.get(name))
@@ -88,14 +84,7 @@ class Images:
         return image
 
     def add(self, file: bytes) -> str:
-        """Decode a PNG or JPEG file.
-
-        Args:
-            file: its bytes.
-
-        Returns:
-            The name of the image.
-        """
+        """Decode a PNG or JPEG file, and return the name of the image."""
         if find_spec("PIL") is None:
             raise InvalidInputError("explorer: uploads need Pillow, not installed here: pip install pillow.")
         name = f"upload-{hashlib.sha256(file).hexdigest()[:16]}"
@@ -108,8 +97,8 @@ class Images:
 
     def _prepared(self, picture: "Image") -> Float[Tensor, "1 channel height width"]:
         """A picture as the model reads it, by its processor or resized."""
-        if self._processor is not None:
-            return torch.as_tensor(self._processor(picture, return_tensors="pt")["pixel_values"])
+        if self.processor is not None:
+            return torch.as_tensor(self.processor(picture, return_tensors="pt")["pixel_values"])
         size = getattr(self._config, "image_size", None)
         channels = getattr(self._config, "num_channels", None)
         if size is None or channels not in (1, 3):

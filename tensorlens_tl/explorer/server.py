@@ -62,11 +62,6 @@ class Job:
     future: Future[Any] = field(default_factory=Future[Any])
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether nobody wants its answer any more."""
-        return self._cancelled.is_set()
-
     def cancel(self) -> None:
         """Drop it, or stop it where the library next notes its progress."""
         self._cancelled.set()
@@ -84,9 +79,7 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """What the page shows of it."""
-        seconds = None
-        if self.started is not None:
-            seconds = time.perf_counter() - self.started
+        seconds = None if self.started is None else time.perf_counter() - self.started
         return {"id": self.number, "view": self.view, "seconds": seconds, "what": self.what, "share": self.share}
 
 
@@ -124,7 +117,7 @@ class Jobs:
         return job
 
     def _run(self, job: Job, work: Callable[[], Any]) -> None:
-        if job.is_cancelled or not job.future.set_running_or_notify_cancel():
+        if not job.future.set_running_or_notify_cancel():
             return
         job.started = time.perf_counter()
         try:
@@ -136,14 +129,7 @@ class Jobs:
             job.future.set_result(answer)
 
     def cancel(self, number: int) -> bool:
-        """Cancel a job.
-
-        Args:
-            number: its `Job.number`.
-
-        Returns:
-            Whether there was such a job.
-        """
+        """Cancel the job of this number; return whether there was one."""
         job = self._jobs.get(number)
         if job is not None:
             job.cancel()

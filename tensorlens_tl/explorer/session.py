@@ -645,7 +645,7 @@ class Session:
         if model.reads == "images":
             classes = [token_label(model, token) for token in range(model.d_vocab)]
             view |= {"images": self.images.given, "pictures": self.images.pictures}
-            view |= {"classes": classes, "processor": self.images.has_processor}
+            view |= {"classes": classes, "processor": self.images.processor is not None}
         return view
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:

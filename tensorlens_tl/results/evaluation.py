@@ -333,16 +333,17 @@ class Evaluation(Result):
             frame = self.table(metric)
             names = [str(method) for method in frame.index]
             chart = charts.intervals(names, *(frame[metric, end].to_numpy() for end in _ENDS))
-            chart = self._curves_html(metric, names) + chart
-            details = "<details>"
-            if not parts:
-                details = "<details open>"
-            parts.append(f"{details}<summary><b>{escape(metric)}</b>, {better}</summary>{chart}</details>")
+            shown = "" if parts else " open"
+            curves = self._curves_html(metric, names)
+            parts.append(
+                f"<details{shown}><summary><b>{escape(metric)}</b>, {better}</summary>{curves}{chart}</details>"
+            )
         parts += [note(text) for text in self._same_notes()]
         if self.skipped:
             reasons = page.table(("method", "why"), self.skipped.items(), "words")
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
-        facts = [f"{name.replace('_', ' ')}: {_fact(fact)}" for name, fact in self.settings.items()]
+        rounded = {name: f"{fact:.3g}" if isinstance(fact, float) else fact for name, fact in self.settings.items()}
+        facts = [f"{name.replace('_', ' ')}: {fact}" for name, fact in rounded.items()]
         title = f"{self.kind}: means over {len(self.units)}, with 95 % bootstrap intervals"
         return self._panel(*parts, title=title, notes=facts)
 
@@ -402,9 +403,3 @@ def _same(first: Tensor, second: Tensor) -> bool:
     """Whether two rows of numbers are equal up to rounding, with NaN in the same places."""
     size = float(second[second.isfinite()].abs().max())
     return torch.allclose(first, second, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
-
-
-def _fact(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return str(value)

@@ -161,7 +161,7 @@ class SharedGraph(Scored):
 
     @classmethod
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
-        exchanged = {suffix: partial(_exchanged, format) for suffix, format in SUFFIXES.items()}
+        exchanged = {suffix: partial(WRITERS[format], options={}) for suffix, format in SUFFIXES.items()}
         written = {**super()._writers(), **exchanged}
         return {suffix: writer for suffix, writer in written.items() if suffix not in cls.LOADABLE}
 
@@ -244,11 +244,7 @@ def _json_bytes(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
 
 
-def _exchanged(format: str, graph: SharedGraph) -> bytes:
-    return WRITERS[format](graph, {})
-
-
-WRITERS: Mapping[str, Callable[[SharedGraph, Mapping[str, Any]], bytes]] = {
+WRITERS: Mapping[str, Callable[..., bytes]] = {
     "html": _as_html,
     "json": _as_json,
     "circuit-tracer": lambda graph, options: _json_bytes(graph.to_circuit_tracer(**options)),

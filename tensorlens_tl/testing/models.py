@@ -26,8 +26,8 @@ from tensorlens_tl.whitening import whiten
 Options = dict[str, Any]
 """A config's options."""
 
-Family = tuple[str, str, Options]
-"""The names of a config class and of an architecture, and the config's options."""
+Family = tuple[str, Options]
+"""The name of an architecture, and its config's options."""
 
 VOCABULARY = 48
 CONTEXT = 24
@@ -132,15 +132,13 @@ _DELTA = {
     "mlp_only_layers": [0, 1],
 }
 _MIXERS: dict[str, Family] = {
-    "mamba": ("MambaConfig", "MambaForCausalLM", {**_SCANNED, "time_step_rank": 3}),
-    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", {**_SCANNED, "num_heads": 4, "head_dim": 8, "n_groups": 2}),
+    "mamba": ("MambaForCausalLM", {**_SCANNED, "time_step_rank": 3}),
+    "mamba2": ("Mamba2ForCausalLM", {**_SCANNED, "num_heads": 4, "head_dim": 8, "n_groups": 2}),
     "jamba": (
-        "JambaConfig",
         "JambaForCausalLM",
         {**_GROUPED, "mamba_d_state": 6, "mamba_dt_rank": 3, "num_experts": 1, "attn_layer_offset": 1},
     ),
     "falcon-h1": (  # a mixer beside attention, and constants beside matrices
-        "FalconH1Config",
         "FalconH1ForCausalLM",
         {
             **_GROUPED,
@@ -158,13 +156,9 @@ _MIXERS: dict[str, Family] = {
             "lm_head_multiplier": 0.5,
         },
     ),
-    "lfm2": (
-        "Lfm2Config",
-        "Lfm2ForCausalLM",
-        {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_bias": True},
-    ),
-    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA),
-    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {**_WIDTHS, "intermediate_size": 24, "rescale_every": 1}),
+    "lfm2": ("Lfm2ForCausalLM", {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "qwen3-next": ("Qwen3NextForCausalLM", _DELTA),
+    "rwkv": ("RwkvForCausalLM", {**_WIDTHS, "intermediate_size": 24, "rescale_every": 1}),
 }
 """State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
 
@@ -191,19 +185,16 @@ _OPT: Options = {
 _NARROW = {"moe_intermediate_size": 12, "num_experts_per_tok": 2}
 _ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WHOLE: dict[str, Family] = {
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**_GROUPED, **_ROUTED}),
+    "mixtral": ("MixtralForCausalLM", {**_GROUPED, **_ROUTED}),
     "qwen2-moe": (  # one layer dense, the other with a shared expert that has a gate
-        "Qwen2MoeConfig",
         "Qwen2MoeForCausalLM",
         {**_GROUPED, **_NARROW, "num_experts": 4, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]},
     ),
     "gpt-oss": (  # biases in experts, activations that are clamped on both sides, attention sinks
-        "GptOssConfig",
         "GptOssForCausalLM",
         {**_GROUPED, **_ROUTED, **_LOCAL, "swiglu_limit": 0.4},
     ),
     "llama4": (  # the routing scales what an expert reads
-        "Llama4TextConfig",
         "Llama4ForCausalLM",
         {
             **_GROUPED,
@@ -214,7 +205,6 @@ WHOLE: dict[str, Family] = {
         },
     ),
     "deepseek-v3": (  # latent attention; the first layer dense
-        "DeepseekV3Config",
         "DeepseekV3ForCausalLM",
         {
             **_GROUPED,
@@ -232,7 +222,6 @@ WHOLE: dict[str, Family] = {
         },
     ),
     "granite-moe": (  # branches and logits multiplied by constants
-        "GraniteMoeConfig",
         "GraniteMoeForCausalLM",
         {
             **_GROUPED,
@@ -244,7 +233,6 @@ WHOLE: dict[str, Family] = {
         },
     ),
     "afmoe": (  # a gate of what heads give, and norms on both sides of sublayers
-        "AfmoeConfig",
         "AfmoeForCausalLM",
         {
             **_GROUPED,
@@ -257,18 +245,15 @@ WHOLE: dict[str, Family] = {
         },
     ),
     "jetmoe": (  # attention heads that are chosen as experts are
-        "JetMoeConfig",
         "JetMoeForCausalLM",
         {**_GROUPED, **_ROUTED, "num_local_experts": 3, "kv_channels": 4},
     ),
-    "bitnet": ("BitNetConfig", "BitNetForCausalLM", _GROUPED),  # norms inside attention and MLP
+    "bitnet": ("BitNetForCausalLM", _GROUPED),  # norms inside attention and MLP
     "modernbert-decoder": (  # gate and input in one matrix, a first norm that does nothing
-        "ModernBertDecoderConfig",
         "ModernBertDecoderForCausalLM",
         {**_GROUPED, "num_key_value_heads": 4, "cls_token_id": 1, "sep_token_id": 2},
     ),
     "gpt1": (  # norms after sublayers, none at the end
-        "OpenAIGPTConfig",
         "OpenAIGPTLMHeadModel",
         {**_GPT, **_NO_PDROP},
     ),
@@ -277,37 +262,28 @@ WHOLE: dict[str, Family] = {
 inside MLPs. Each has something that no other has."""
 
 BRIDGE: dict[str, Family] = {
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {**_GPT, **_NO_PDROP, "n_inner": 24, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}),
-    "neox-sequential": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**_SMALL, **_TOKENS, "use_parallel_residual": False}),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**_GROUPED, "sliding_window": 3}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_GROUPED}),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GROUPED),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM", _GROUPED),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
-    "phi": ("PhiConfig", "PhiForCausalLM", {**_SMALL, **_TOKENS, "partial_rotary_factor": 0.5}),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
-    "gptj": (
-        "GPTJConfig",
-        "GPTJForCausalLM",
-        {**_GPT, "n_inner": 24, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "gpt2": ("GPT2LMHeadModel", {**_GPT, **_NO_PDROP, "n_inner": 24, "bos_token_id": 1, "eos_token_id": 2}),
+    "neox": ("GPTNeoXForCausalLM", {**_SMALL, **_TOKENS}),
+    "neox-sequential": ("GPTNeoXForCausalLM", {**_SMALL, **_TOKENS, "use_parallel_residual": False}),
+    "llama": ("LlamaForCausalLM", _GROUPED),
+    "mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": 3}),
+    "qwen2": ("Qwen2ForCausalLM", {**_GROUPED}),
+    "qwen3": ("Qwen3ForCausalLM", _GROUPED),
+    "gemma": ("GemmaForCausalLM", _GROUPED),
+    "gemma2": ("Gemma2ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
+    "gemma3": ("Gemma3ForCausalLM", {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4}),
+    "phi": ("PhiForCausalLM", {**_SMALL, **_TOKENS, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+    "gptj": ("GPTJForCausalLM", {**_GPT, "n_inner": 24, "rotary_dim": 4, "bos_token_id": 1, "eos_token_id": 2}),
+    "opt": ("OPTForCausalLM", _OPT),
     "opt-350m": (  # norms after the sums, and a narrower embedding
-        "OPTConfig",
         "OPTForCausalLM",
         {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 12},
     ),
     **_MIXERS,
-    "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
-    "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
+    "bert": ("BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
+    "roberta": ("RobertaForMaskedLM", {**_SMALL, **_NO_DROPOUT, "pad_token_id": 0}),
+    "olmo2": ("Olmo2ForCausalLM", {**_SMALL, **_TOKENS, "num_key_value_heads": 2}),
     **WHOLE,
 }
 
@@ -336,17 +312,15 @@ _T5 = {
 _T5_GEMMA = {**_GROUPED, **_LOCAL, "query_pre_attn_scalar": 4, "dropout_rate": 0.0}
 
 ENCODER_DECODER: dict[str, Family] = {
-    "bart": ("BartConfig", "BartForConditionalGeneration", _BART),
-    "marian": ("MarianConfig", "MarianMTModel", {**_BART, "decoder_vocab_size": VOCABULARY}),
-    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", _BART),
+    "bart": ("BartForConditionalGeneration", _BART),
+    "marian": ("MarianMTModel", {**_BART, "decoder_vocab_size": VOCABULARY}),
+    "pegasus": ("PegasusForConditionalGeneration", _BART),
     "t5gemma": (
-        "T5GemmaConfig",
         "T5GemmaForConditionalGeneration",
         {"encoder": _T5_GEMMA, "decoder": _T5_GEMMA, "vocab_size": VOCABULARY, "dropout_rate": 0.0, **_START},
     ),
-    "t5": ("T5Config", "T5ForConditionalGeneration", _T5),
+    "t5": ("T5ForConditionalGeneration", _T5),
     "t5-gated": (
-        "T5Config",
         "T5ForConditionalGeneration",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
@@ -368,24 +342,23 @@ _WAVES = {
 _EYES = {**_STACK, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
 
 SIGNALS: dict[str, Family] = {
-    "vit": ("ViTConfig", "ViTForImageClassification", _IMAGE),
-    "vit-headless": ("ViTConfig", "ViTModel", _IMAGE),
-    "deit": ("DeiTConfig", "DeiTForImageClassification", _IMAGE),
-    "ast": ("ASTConfig", "ASTForAudioClassification", _SPECTROGRAM),
-    "hubert": ("HubertConfig", "HubertForCTC", _WAVES),
-    "hubert-stable": ("HubertConfig", "HubertForCTC", {**_WAVES, "do_stable_layer_norm": True}),
-    "wav2vec2": ("Wav2Vec2Config", "Wav2Vec2ForCTC", _WAVES),
+    "vit": ("ViTForImageClassification", _IMAGE),
+    "vit-headless": ("ViTModel", _IMAGE),
+    "deit": ("DeiTForImageClassification", _IMAGE),
+    "ast": ("ASTForAudioClassification", _SPECTROGRAM),
+    "hubert": ("HubertForCTC", _WAVES),
+    "hubert-stable": ("HubertForCTC", {**_WAVES, "do_stable_layer_norm": True}),
+    "wav2vec2": ("Wav2Vec2ForCTC", _WAVES),
 }
-"""Models of images and sound: config, architecture, and the config's fields."""
+"""Models of images and sound."""
 
 
 def signal_module(family: str) -> Any:
     """One of `SIGNALS` with its usual initial weights."""
     transformers: Any = importlib.import_module("transformers")
-    config, architecture, options = SIGNALS[family]
-    configuration = getattr(transformers, config)(**options)
-    configuration._attn_implementation = "eager"
-    return getattr(transformers, architecture)(configuration)
+    architecture, options = SIGNALS[family]
+    kind = getattr(transformers, architecture)
+    return kind(kind.config_class(**options, attn_implementation="eager"))
 
 
 def seeing_module(family: str) -> Any:
@@ -490,8 +463,8 @@ def build_bridge(family: str, compatibility: bool = False, **changes: Any) -> An
     """A Bridge of one of `BRIDGE`, with changes to its config."""
     import transformers
 
-    config_name, architecture, options = BRIDGE[family]
-    config = getattr(transformers, config_name)(**{**options, **changes})
+    architecture, options = BRIDGE[family]
+    config = getattr(transformers, architecture).config_class(**{**options, **changes})
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"  # the others have no float64
     auto = AutoModelForCausalLM
