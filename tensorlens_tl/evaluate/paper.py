@@ -39,7 +39,7 @@ from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
 from tensorlens_tl.passes.replacement import fixed
-from tensorlens_tl.results import Evaluation, Result
+from tensorlens_tl.results import Evaluation, Result, cell
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +72,6 @@ the biases out of the scores, as Appendix B says of the perturbation tests."""
 CATEGORIES = ("bias", "commonsense", "factual")
 """The categories of relations in Appendix D; LRE's data set has others too."""
 
-ENDS = ("mean", "low", "high")
 KINDS = {
     "images": ("images [image, channel, height, width]", 4),
     "tokens": ("a list of texts, or token ids [text, pos]", 2),
@@ -234,11 +233,8 @@ class Reproduction(Result):
 
         rows = []
         for metric in self.evaluation.metrics:
-            frame = self.evaluation.table(metric)
-            for method in self._methods():
-                ours = [torch.nan] * len(ENDS)
-                if method in frame.index:
-                    ours = [float(frame.loc[method, (metric, end)]) for end in ENDS]
+            measured = self.evaluation.table(metric)[metric].reindex(self._methods())
+            for method, *ours in measured.itertuples(name=None):
                 numbers = [n for n in self.published if (n.metric, n.method) == (metric, method)]
                 paper_rows = [(n.model, n.bound, n.value) for n in numbers] or [("", "", None)]
                 rows += [(metric, method, *ours, *row) for row in paper_rows]
@@ -328,13 +324,7 @@ class Reproduction(Result):
         return tables
 
     def _measured(self, metric: str, method: str) -> str:
-        if method not in self.evaluation.methods:
-            return "N.A"
-        frame = self.evaluation.table(metric)
-        mean, low, high = (float(frame.loc[method, (metric, end)]) for end in ENDS)
-        if math.isnan(low):
-            return f"{mean:.3g}"
-        return f"{mean:.3g} [{low:.3g}, {high:.3g}]"
+        return cell(self.evaluation.table(metric), method, metric) if method in self.evaluation.methods else "N.A"
 
     def _relations(self) -> tuple[list[str], list[list[str]]]:
         """Figure 5: a row for each relation, by category, mean ± standard deviation over splits."""

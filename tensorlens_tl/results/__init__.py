@@ -15,7 +15,7 @@ from tensorlens_tl.results.entry import (
     number_of as number_of,
     span_text as span_text,
 )
-from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
+from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area, cell as cell
 from tensorlens_tl.results.feature_examples import FeatureExamples
 from tensorlens_tl.results.graph import COVERED as COVERED, SHOWN_EDGES as SHOWN_EDGES, ContributionGraph
 from tensorlens_tl.results.heads import SIDES as SIDES, HeadScores, ScoreAttribution, ScoreChange, layer_of as layer_of

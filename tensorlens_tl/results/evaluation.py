@@ -223,7 +223,7 @@ class Evaluation(Result):
             if higher is not None and len(means):
                 best[name] = {True: means.idxmax, False: means.idxmin}[higher]()
         for method in frame.index:
-            cells = [_cell(frame, method, name, digits, bold=best.get(name) == method) for name in self.metrics]
+            cells = [cell(frame, method, name, digits, bold=best.get(name) == method) for name in self.metrics]
             lines.append(f"| {method} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
@@ -232,7 +232,7 @@ class Evaluation(Result):
         frame = self.table()
         arrows = {True: " ↑", False: " ↓", None: ""}
         headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
-        rows = [(str(method), *(_cell(frame, method, name, 3) for name in self.metrics)) for method in frame.index]
+        rows = [(str(method), *(cell(frame, method, name) for name in self.metrics)) for method in frame.index]
         over = f"mean over {len(self.units)} with 95 % bootstrap intervals"
         if len(self.units) == 1:
             over = "one unit"
@@ -386,7 +386,7 @@ class Evaluation(Result):
         return replace(self, values=self.values[:, rows], curves=curves, methods=list(methods))
 
 
-def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold: bool = False) -> str:
+def cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int = 3, *, bold: bool = False) -> str:
     """Format a method's mean and interval: a dash without a mean, no interval for a single prompt."""
     mean, low, high = (float(frame.loc[method, (metric, end)]) for end in _ENDS)
     if isnan(mean):
