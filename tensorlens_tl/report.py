@@ -936,13 +936,10 @@ def explain_generation(
             _largest(ended),
         ]
     results = {"each token": tokens, "the stretch": whole} | {f"{hop} hops": step for hop, step in steps.items()}
-    sums: dict[str, float] = {}
-    for name, result in results.items():
-        assert result.gap is not None
-        sums[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
+    gaps = {name: result.gap for name, result in results.items() if result.gap is not None}
+    sums = {f"{name}: Σ scores + bias against the logits": float(gap.max()) for name, gap in gaps.items()}
     parts.append(_proofs(text.frozen.errors, sums))
-    title = f"What made a generated text: {visible(text.texts[0])[:60]}"
-    return Picture(title, "".join(parts))
+    return Picture(f"What made a generated text: {visible(text.texts[0])[:60]}", "".join(parts))
 
 
 def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:

@@ -32,8 +32,8 @@ from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.texts import joined
-from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
+from tensorlens_tl.results.storage import check_folder
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """Export formats; ``json`` is networkx' node-link form."""

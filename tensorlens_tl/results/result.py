@@ -25,7 +25,7 @@ from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.drawing import Axes, figure, page
 from tensorlens_tl.errors import InvalidInputError, WrongCallError
 from tensorlens_tl.results.entry import shown_target
-from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
+from tensorlens_tl.results.storage import LOADABLE, Stored, check_folder, replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -254,14 +254,6 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
         raise InvalidInputError(
             f"{name}: {path.name!r} ends in {ending(path)!r}, which is not a supported ending. Use one of {endings}."
         )
-
-
-def check_folder(path: Path, name: str) -> None:
-    """Raise `InvalidInputError` for a file that cannot be written: it is a folder, or its folder does not exist."""
-    if path.is_dir():
-        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
 
 
 SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}

@@ -175,8 +175,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     path = Path(path)
     if path.suffix.lower() not in LOADABLE:
         raise InvalidInputError(f"save: {path.name!r} ends in {path.suffix!r}; end it in .safetensors, or in nothing.")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+    check_folder(path, "save")
     # cloned, since safetensors rejects tensors that share memory
     copies = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
@@ -193,6 +192,14 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         except OSError as error:  # such as a full disk; the error names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
     return path
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Raise `InvalidInputError` for a file that cannot be written: it is a folder, or its folder does not exist."""
+    if path.is_dir():
+        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
 
 
 @contextmanager

@@ -62,6 +62,9 @@ class Residual(NamedTuple):
             return -1.0
         return self.measured / self.allowed
 
+    def __str__(self) -> str:
+        return "ok" if self.measured is None else f"{self.measured:.1e}"
+
 
 class MethodReport(dict[str, str]):
     """The models that a method does not support, with its messages; and what was measured on the others.
@@ -95,17 +98,10 @@ class MethodReport(dict[str, str]):
         lines = [f"{self.method} holds on {len(self.residuals)} of {models} models; the largest relative differences:"]
         width = max(map(len, [*self.residuals, *self]), default=0)
         for model, checks in self.residuals.items():
-            said = ", ".join(f"{name} {_number(residual)}" for name, residual in checks.items())
+            said = ", ".join(f"{name} {residual}" for name, residual in checks.items())
             lines.append(f"  {model:<{width}}  {said}")
         lines += [f"  {model:<{width}}  refused: {why}" for model, why in self.items()]
         return "\n".join(lines)
-
-
-def _number(residual: Residual) -> str:
-    """A residual in two digits; of a check that compares no numbers, that it holds."""
-    if residual.measured is None:
-        return "ok"
-    return f"{residual.measured:.1e}"
 
 
 if TYPE_CHECKING:
