@@ -24,7 +24,6 @@ from tensorlens_tl.drawing.marks import (
     rgb,
     share,
     tab_stop,
-    token_line,
     token_marks,
     visible,
 )
@@ -71,7 +70,8 @@ def prompt(
         parts: which part of the prompt each token belongs to, by name, where it has several.
     """
     if len(queries) == 1:
-        drawings = [token_line(tokens, plane[0].tolist(), queries[0][0], positions, parts)]
+        marks = token_marks(tokens, plane[0].tolist(), largest_of(plane), queries[0][0], positions, parts)
+        drawings = [f'<div class="line rove">{marks}</div>{colour_bar(plane)}']
     else:
         drawings = [matrix([token for _, token in queries], tokens, plane, label=label)]
     drawings.append(note_line(note))

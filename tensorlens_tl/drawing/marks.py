@@ -138,39 +138,23 @@ def item(token: str, label: str, style: str = "", *, marked: bool = False, first
     return f"<span {attributes}>{escape(token)}</span>"
 
 
-def token_line(
-    tokens: Sequence[str],
-    values: Sequence[float],
-    query: int | None = None,
-    positions: Sequence[int] | None = None,
-    parts: Sequence[str] = (),
-) -> str:
-    """One prompt as coloured text; a value shows on hover and focus, the token at position `query` is underlined.
-
-    `parts` names for each token the part of the prompt it belongs to; each part begins a line with its name.
-    """
-    scale = np.asarray(values, dtype=float)
-    marks = token_marks(tokens, values, largest_of(scale), query, positions, parts)
-    return f'<div class="line rove">{marks}</div>{colour_bar(scale)}'
-
-
 def token_marks(
     tokens: Sequence[str],
     values: Sequence[float],
     largest: float,
-    query: int | None = None,
-    positions: Sequence[int] | None = None,
+    query: int | None,
+    positions: Sequence[int],
     parts: Sequence[str] = (),
     *,
     named: str = "",
     first: bool = True,
 ) -> str:
-    """The marks of one coloured line, on the scale of `largest`.
+    """The marks of one coloured line, on the scale of `largest`; a value shows on hover and focus.
 
-    `named` stands before what each mark says, and only the `first` line of a group has a tab stop.
+    The token at position `query` is underlined. `parts` names for each token the part of the prompt it belongs to; each
+    part begins a line with its name. `named` stands before what each mark says, and only the `first` line of a group
+    has a tab stop.
     """
-    if positions is None:
-        positions = range(len(tokens))
     marks: list[str] = []
     for count, (position, token, value) in enumerate(zip(positions, tokens, values, strict=True)):
         if parts and (not count or parts[count] != parts[count - 1]):

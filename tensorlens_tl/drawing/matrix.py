@@ -53,8 +53,7 @@ def matrix(
         corner: what rows and columns are.
     """
     values = np.asarray(values, dtype=float)
-    largest = largest_of(values)
-    return _grid(rows, columns, values, largest, label, corner) + colour_bar(values) + strongest(rows, columns, values)
+    return _grid(rows, columns, values, label, corner) + colour_bar(values) + strongest(rows, columns, values)
 
 
 def small_multiples(
@@ -80,19 +79,15 @@ def small_multiples(
     columns = pool_labels(columns, pooled)
     buttons = []
     for count, (name, plane) in enumerate(zip(names, planes, strict=True)):
-        largest = largest_of(plane)
         buttons.append(
             f'<button type="button" aria-pressed="{str(count == 0).lower()}" '
             f'data-values="{packed(plane)}" data-bar="{escape(colour_bar(plane))}">'
-            f'<img alt="" src="{picture(plane, largest)}"><span>{escape(name)}</span></button>'
+            f'<img alt="" src="{picture(plane, largest_of(plane))}"><span>{escape(name)}</span></button>'
         )
-    largest = largest_of(planes[0])
-    pooling = ""
-    if pooled > 1:
-        pooling = note(f"{pooled} × {pooled} pairs to a cell: the largest of them.")
+    pooling = note(f"{pooled} × {pooled} pairs to a cell: the largest of them." if pooled > 1 else "")
     return (
         f'<div class="multiples"><div class="thumbs" role="group" aria-label="{escape(label)}">{"".join(buttons)}</div>'
-        f"{pooling}{_grid(rows, columns, planes[0], largest, f'{label}, {names[0]}', 'query ↓ key →')}"
+        f"{pooling}{_grid(rows, columns, planes[0], f'{label}, {names[0]}', 'query ↓ key →')}"
         f"{colour_bar(planes[0])}</div>"
     )
 
@@ -119,9 +114,7 @@ def cell_size(count: int) -> int:
     return next((size for most, size in ((12, 30), (24, 22), (48, 16), (80, 12)) if count <= most), 10)
 
 
-def _grid(
-    rows: Sequence[str], columns: Sequence[str], values: np.ndarray, largest: int | float, label: str, corner: str
-) -> str:
+def _grid(rows: Sequence[str], columns: Sequence[str], values: np.ndarray, label: str, corner: str) -> str:
     height, width = values.shape
     size = cell_size(width)
     if height > 12:
@@ -129,12 +122,13 @@ def _grid(
     lines = "".join(f"<span>{escape(visible(row))}</span>" for row in rows)
     heads = "".join(f"<span>{escape(visible(column))}</span>" for column in columns)
     label = escape(f"{label}; use the arrow keys to read its cells")
+    image = picture(values, largest_of(values))
     return (
         f'<div class="scroll"><div class="grid" tabindex="0" role="application" aria-label="{label}" '
         f'style="--c:{size}px" data-values="{packed(values)}" data-width="{width}">'
         f'<div class="corner">{escape(corner)}</div><div class="cols" aria-hidden="true">{heads}</div>'
         f'<div class="rows" aria-hidden="true">{lines}</div><div class="cells">'
-        f'<img alt="" src="{picture(values, largest)}" style="width:{size * width}px;height:{size * height}px">'
+        f'<img alt="" src="{image}" style="width:{size * width}px;height:{size * height}px">'
         '<div class="cursor" hidden></div></div></div></div>'
         '<output class="out" aria-live="polite">Point at a cell, or focus it and use the arrow keys.</output>'
     )

@@ -101,12 +101,11 @@ class MeasuredScores(Scored):
         >>> scores.rest().columns.tolist()
         ['batch', 'measured', 'parts', 'off', 'low', 'high', 'largest']
         """
-        measured, scores, parts = self._measured()
-        return _rest(measured, scores, parts, self.draws, self.groups, level)
+        return _rest(level, *self._measured(), self.draws, self.groups)
 
     @abstractmethod
-    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
-        """Return which scores are measured, all scores, and the number of parts."""
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"]]:
+        """Return which scores are measured, and all scores."""
 
     def _titled_bars(self, title: str = "", **choice: Any) -> Bars:
         bars = super()._titled_bars(title, **choice)
@@ -156,13 +155,11 @@ class MeasuredTerms(MeasuredScores, Terms):
             raise InvalidInputError("keys: no positions here; patch_scores(positions=True) has them.")
         assert self.draws_of_keys is not None
         assert self.groups_of_keys is not None
-        parts = self.measured_keys[0].numel()
-        return _rest(
-            self.measured_keys.flatten(1), self.keys.flatten(1), parts, self.draws_of_keys, self.groups_of_keys, level
-        )
+        measured, scores = self.measured_keys.flatten(1), self.keys.flatten(1)
+        return _rest(level, measured, scores, self.draws_of_keys, self.groups_of_keys)
 
-    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
-        return self.measured.flatten(1), self.scores.flatten(1), len(self)
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"]]:
+        return self.measured.flatten(1), self.scores.flatten(1)
 
     def _columns(self, keys: bool) -> dict[str, Tensor | None]:
         return {"measured": self.measured_keys if keys else self.measured}
@@ -177,20 +174,19 @@ class MeasuredEdges(MeasuredScores, EdgeScores):
 
     measured: Bool[Tensor, "batch source destination"]
 
-    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
-        return self.measured[:, self.exists], self.scores[:, self.exists], len(self)
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"]]:
+        return self.measured[:, self.exists], self.scores[:, self.exists]
 
     def _columns(self) -> dict[str, Tensor]:
         return {"measured": self.measured}
 
 
 def _rest(
+    level: int | float,
     measured: Bool[Tensor, "batch part"],
     scores: Float[Tensor, "batch part"],
-    parts: int,
     draws: Float[Tensor, "batch draw"],
     groups: Float[Tensor, "batch group"],
-    level: int | float,
 ) -> "pd.DataFrame":
     import pandas as pd
 
@@ -202,7 +198,7 @@ def _rest(
         {
             "batch": range(len(scores)),
             "measured": measured.sum(1).tolist(),
-            "parts": parts,
+            "parts": measured.shape[1],
             **dict(zip(("off", "low", "high"), shares, strict=True)),
             "largest": (largest_miss(groups, level) * unmeasured).tolist(),
         }
