@@ -9,17 +9,22 @@ import time
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from scripts import small
 from scripts.rounding import round_parameters
-from tensorlens_tl.demo import is_held_out_word, reversal_words
+from tensorlens_tl.demo import reversal_words
 
 STEPS, ROWS, RATE = 2000, 128, 3e-3
 PAD, START, END, LETTERS, LENGTH = "<|pad|>", "<|start|>", "<|end|>", "abcdefghij", 6
+
+
+def is_held_out_word(words: Int[Tensor, "word letter"]) -> Bool[Tensor, "word"]:
+    """Which words, as token ids, the model does not see: those of `reversal_words`."""
+    return ((words - 3) * 10 ** torch.arange(5, -1, -1)).sum(1) % 997 == 0
 
 
 def letter_tokenizer() -> Any:

@@ -143,7 +143,8 @@ def test_the_reversal_model(tmp_path):
     assert facts["held_out_accuracy"] < 0.1 < 0.95 < shipped["held_out_accuracy"]
     model = tlens.load_demo_model("reversal", folder=tmp_path)
     words = tlens.demo.reversal_words()
-    assert not bool(tlens.demo.is_held_out_word(words + torch.tensor([0, 0, 0, 0, 0, 1])).any())
+    assert bool(train_reversal.is_held_out_word(words).all())
+    assert not bool(train_reversal.is_held_out_word(words + torch.tensor([0, 0, 0, 0, 0, 1])).any())
     logits, answers = train_reversal.predicted(model.original_model, words[:3])
     assert answers.tolist() == [[*word[::-1], 2] for word in words[:3].tolist()]
     assert torch.allclose(

@@ -336,14 +336,11 @@ def check_one_by_one(case: MethodCase) -> None:
         case.same(case.result.scores[row], alone.scores[0], "a batch differs from its prompts one by one")
 
 
-def check_causality(case: MethodCase) -> None:
-    """In a causal model the queries before a token do not know of it."""
-    _causality(case, case.result)
-
-
-def _causality(case: MethodCase, result: Attribution, **more: Any) -> None:
+def check_causality(case: MethodCase, result: Attribution | None = None, **more: Any) -> None:
+    """In a causal model the queries before a token do not know of it; `result` is of the options `more`."""
     if not case.frozen.causal:
         return
+    result = case.result if result is None else result
     tokens = case.tokens.clone()
     tokens[:, -1] = (tokens[:, -1] + 1) % case.model.cfg.d_vocab
     other = case.attribution(case.freeze(tokens), **more)
@@ -373,7 +370,7 @@ def check_every_query(case: MethodCase) -> None:
         rows = {query: case.attribution(frozen, query=query) for query in queries}
     else:
         check_attribution(whole, frozen, tolerance=case.allowed_gap(frozen))
-        _causality(case, whole, query="all")
+        check_causality(case, whole, query="all")
         rows = {}
         at = case.result.queries[..., None].expand(-1, -1, _pairs_first(whole).shape[2])
         if _pairs_first(whole).ndim == 3:
@@ -391,7 +388,7 @@ def check_every_query(case: MethodCase) -> None:
     for query, alone in rows.items():
         case.require(alone.queries.tolist() == [[query]] * 2, f"query={query} gives queries {alone.queries.tolist()}.")
         check_attribution(alone, frozen, tolerance=case.allowed_gap(frozen))
-        _causality(case, alone, query=query)
+        check_causality(case, alone, query=query)
 
 
 def check_padding(case: MethodCase) -> None:
