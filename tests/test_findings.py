@@ -31,9 +31,9 @@ def added(method):
         ),
         (
             COMPRESSION,
-            "close most of the gap** at this ratio: with both options, the loss rises by {}. Choosing the ranks freely "
-            "instead of by the paper's rule helps a little ({}). A second layout, which splits d_model "
-            "instead of the heads, is worse ({}).",
+            "make up most of this difference** at this ratio: with both options, the loss rises by {}. Choosing the "
+            "ranks freely instead of by the paper's rule helps a little ({}). A second layout of the stacked tensor, "
+            "which splits d_model instead of the heads, is worse ({}).",
             [
                 ("compression", added(f"Tucker{method}"), "÷ 2")
                 for method in (", circuit gauge, balanced", ", any ranks", " (released layout)")
