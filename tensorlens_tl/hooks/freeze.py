@@ -205,14 +205,11 @@ def patterns_take_effect(model: Any, inputs: Mapping[str, Any], sites: Sequence[
 
         return sites[layer].z, in_this_thread(hook)
 
-    hooks: list[FwdHook] = [(site.pattern, in_this_thread(_zeroed)) for site in sites]
+    zeroed = in_this_thread(lambda pattern, hook: torch.zeros_like(pattern))
+    hooks: list[FwdHook] = [(site.pattern, zeroed) for site in sites]
     with torch.no_grad():
         run(model, inputs, hooks + [watch(layer) for layer in range(len(sites))])
     return reached
-
-
-def _zeroed(pattern: Tensor, *, hook: Any) -> Tensor:
-    return torch.zeros_like(pattern)
 
 
 def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -> Tensor:

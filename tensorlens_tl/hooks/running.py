@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.nn.modules.module as torch_modules
@@ -321,6 +321,7 @@ def _marked(hook: Callable[..., Any], holds_fixed: bool) -> Callable[..., Any]:
 
 # ------------------------------------------------------------------ runs
 
+Value = TypeVar("Value")
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and a function, as TransformerLens takes them."""
 
@@ -355,8 +356,7 @@ def run(
     refuse_autocast(next(model.parameters()).device)
     placed = [*hooks, *progress_hooks()]
     whole_model: Any = model
-    with lock_of(model):
-        placing = run_placing(model)
+    with lock_of(model), run_placing(model) as placing:
         try:
             points = dict(hook_points(model) if points is None else points)
             if is_looped(model):
@@ -375,11 +375,6 @@ def run(
             if placing.is_whole or isinstance(error, FrozenModelError):
                 raise
             raise FrozenModelError(_TAKEN_OFF) from error
-        finally:
-            try:
-                placing.take_off()
-            finally:
-                placing.take_off()
 
 
 @contextmanager
@@ -388,17 +383,11 @@ def hooked(model: HookedModel, hooks: Sequence[FwdHook]) -> Generator[None, None
 
     Raises `FrozenModelError` if they were removed meanwhile.
     """
-    placing = Placing()
-    try:
+    with Placing() as placing:
         placing.at_points(model, hook_points(model), hooks)
         yield
         if not placing.is_whole:
             raise FrozenModelError(_TAKEN_OFF)
-    finally:
-        try:
-            placing.take_off()
-        finally:
-            placing.take_off()
 
 
 _TAKEN_OFF = (
@@ -432,31 +421,29 @@ def unheld_run(model: HookedModel) -> Generator[None, None, None]:
     """Run the original model inside: this thread holds its lock, and a frozen pass's hooks do nothing."""
     with listed_once(model):
         take_off_leftovers(model)
-        before = _unheld.get()
-        try:
-            _unheld.set(True)
+        with _set(_unheld, True):
             yield
-        finally:  # twice, as an interrupt may come in between
-            try:
-                _unheld.set(before)
-            finally:
-                _unheld.set(before)
 
 
 @contextmanager
 def listed_once(model: HookedModel) -> Generator[None, None, None]:
     """Hold the model's lock and list its hook points once inside: a Bridge rebuilds the list at every call."""
-    with lock_of(model):
-        before = _known.get()
+    with lock_of(model), _set(_known, _listing(model)):
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[Value], value: Value) -> Generator[None, None, None]:
+    """Give a variable another value while the context is open."""
+    before = variable.get()
+    try:
+        variable.set(value)
+        yield
+    finally:  # twice, as an interrupt may come in between
         try:
-            if before is None or before.model is not model:
-                _known.set(_Listing(model))
-            yield
-        finally:  # twice, as an interrupt may come in between
-            try:
-                _known.set(before)
-            finally:
-                _known.set(before)
+            variable.set(before)
+        finally:
+            variable.set(before)
 
 
 class _Listing:
@@ -474,20 +461,20 @@ class _Listing:
         return list(whole(self.model))
 
 
+def _listing(model: Any) -> _Listing:
+    """Return the listing of this model that `listed_once` holds, or a new one."""
+    known = _known.get()
+    return known if known is not None and known.model is model else _Listing(model)
+
+
 def hook_points(model: HookedModel) -> dict[str, Any]:
     """Return the model's hook points by name."""
-    known = _known.get()
-    if known is None or known.model is not model:
-        return dict(model.hook_dict)
-    return known.points
+    return _listing(model).points
 
 
 def modules(model: Any) -> list[nn.Module]:
     """Return all modules of a model; for a Bridge also those of the wrapped model."""
-    known = _known.get()
-    if known is None or known.model is not model:
-        return list(whole(model))
-    return known.modules
+    return _listing(model).modules
 
 
 def is_unheld() -> bool:
