@@ -76,14 +76,7 @@ def chefer(
             for rows, gradients in live_logits.gradients(numbers, outputs, per_query, memory)
         ]
     scores = torch.cat(relevances, dim=1) * (live_logits.real[:, :, None] & frozen.mask[:, None])
-    return Attribution.of(
-        frozen,
-        scores.to(x),
-        method="chefer",
-        query=query,
-        target=live_logits.label,
-        options={"target": live_logits.target, "minus": live_logits.minus, "query": query},
-    )
+    return live_logits.attribution(scores.to(x))
 
 
 def _relevance(

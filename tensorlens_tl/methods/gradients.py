@@ -43,14 +43,7 @@ def input_x_gradient(
     """
     logit = _Logit(LiveLogits(frozen, target, minus, query, "input-x-gradient"), memory)
     _, gradient = logit.at(1.0)
-    return Attribution.of(
-        frozen,
-        logit.scores(gradient),
-        method="input-x-gradient",
-        query=query,
-        target=logit.live_logits.label,
-        options={"target": logit.live_logits.target, "minus": logit.live_logits.minus, "query": query},
-    )
+    return logit.live_logits.attribution(logit.scores(gradient))
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
@@ -88,17 +81,7 @@ def integrated_gradients(
     scores = logit.scores(logit.mean_along(midpoints, total))
     gap = relative_gap(scores, bias, total)
     _note_quadrature(frozen, count, float(gap.max()))
-    return Attribution.of(
-        frozen,
-        scores,
-        method="integrated-gradients",
-        query=query,
-        bias=bias,
-        total=total,
-        gap=gap,
-        target=live_logits.label,
-        options={"target": logit.live_logits.target, "minus": logit.live_logits.minus, "query": query, "steps": count},
-    )
+    return live_logits.attribution(scores, bias=bias, total=total, gap=gap, options={"steps": count})
 
 
 MOST = 0.05

@@ -110,20 +110,7 @@ def leave_one_out(
     for tokens, numbers in changed:
         losses[tokens.start : tokens.stop] = runs.losses(tokens, numbers).cpu()
     scores = losses.permute(1, 2, 0).to(frozen.resid_pre(0)).where(_scored(frozen, live_logits), 0)
-    return Attribution.of(
-        frozen,
-        scores,
-        method="leave-one-out",
-        query=query,
-        target=live_logits.label.replace("logit", of.replace("_", "-"), 1),
-        options={
-            "target": live_logits.target,
-            "minus": live_logits.minus,
-            "of": of,
-            "replacement": name,
-            "query": query,
-        },
-    )
+    return live_logits.attribution(scores, of=of.replace("_", "-"), options={"of": of, "replacement": name})
 
 
 def _replacement(frozen: FrozenPass, replacement: Any) -> Replacement:

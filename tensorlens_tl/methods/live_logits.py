@@ -1,6 +1,7 @@
 """Logits of the live model, for a token or the difference of two, and their gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,13 +13,15 @@ from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, note_rounding
+from tensorlens_tl.passes.backward import entering
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import repeated
 from tensorlens_tl.passes.target import explained_tokens, logit_label, target_ids
+from tensorlens_tl.results import Attribution
 
 
 class LiveLogits:
-    """Logits of the live model at some queries of a pass; `what` is the method's name in messages.
+    """Logits of the live model at some queries of a pass, for one method.
 
     Attributes:
         live: the model, verified to be that of the pass.
@@ -29,8 +32,10 @@ class LiveLogits:
         label: a description of the target.
     """
 
-    def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
-        self.live = frozen.live(what)
+    def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, method: str) -> None:
+        self.live = frozen.live(method)
+        self.method = method
+        self.query = query
         self._is_measured = False  # rounding of gradients in half precision is measured once per path
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
@@ -40,6 +45,14 @@ class LiveLogits:
             self.target, self.minus = explained_tokens(frozen, target, minus, self.positions)
             self.ids, self.others = target_ids(frozen, self.positions, self.target, self.minus)
             self.label = logit_label(frozen.view, self.target, self.minus, capped=True)
+
+    def attribution(self, scores: Float[Tensor, "batch query key"], *, of: str = "logit", **fields: Any) -> Attribution:
+        """Return the method's result; `fields` are those of `Attribution.of`, with options other than these."""
+        named = {"target": self.target, "minus": self.minus, **fields.pop("options", {}), "query": self.query}
+        label = self.label.replace("logit", of, 1)
+        return Attribution.of(
+            self.frozen, scores, method=self.method, query=self.query, target=label, options=named, **fields
+        )
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
         """Return the target's value at each query, from the model's logits or any function of them."""
@@ -100,12 +113,7 @@ class LiveLogits:
         def see(stream: Tensor, *, hook: object) -> None:
             streams[:] = [stream]
 
-        leaf = x.detach().clone().requires_grad_(True)  # weights may need no gradient
-        parts = leaf.split([leaf.shape[1]] if frozen.sides is None else list(frozen.sides), dim=1)
-        entry: list[FwdHook] = [
-            (name, in_this_thread(lambda stream, *, hook, part=part: part))
-            for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
-        ]
+        leaf, entry = entering(frozen, x)
         inputs = frozen.inputs if copies == 1 else repeated(frozen.inputs, copies)
         output = run(frozen.model, inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
         logits = logits_at(output, self.in_logits.repeat(copies, 1))

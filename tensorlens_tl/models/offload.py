@@ -14,10 +14,10 @@ import os
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -105,21 +105,11 @@ def _bring(module: nn.Module, hook: Any) -> None:
         ) from error
 
 
-@runtime_checkable
-class Reader(Protocol):
-    """An object whose weights are read: a block, or the rest of a model."""
-
-    def loaded(self, *names: str) -> AbstractContextManager[None]:
-        """Bring in the weights that properties read."""
-        ...
-
-    def placed(self, name: str, value: Any) -> Any:
-        """Return a property's value on the device where it is used."""
-        ...
-
-
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
-    """A `cached_property` of weights; offloaded ones are read each time, or once within the innermost `opened`."""
+    """A `cached_property` of weights; offloaded ones are read each time, or once within the innermost `opened`.
+
+    Its class has `loaded`, which brings in weights, and `placed`, which moves a value to where it is used.
+    """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Read the value, with the weights loaded."""

@@ -101,15 +101,20 @@ def run_under_rule(frozen: FrozenPass, rule: Rule | None) -> tuple[Tensor, Tenso
         The input, and the 1 that all constants of an affine rule are multiplied by (the sources of the gradients); and
         the model's outputs, for an encoder–decoder those of both stacks.
     """
-    leaf = frozen.resid_pre(0).detach().clone().requires_grad_(True)
-    parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
-    entry: list[FwdHook] = [
-        (name, in_this_thread(lambda stream, *, hook, part=part: part))
-        for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
-    ]
+    leaf, entry = entering(frozen, frozen.resid_pre(0))
     with ruled(frozen.model, rule) as run:
         outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
     return leaf, None if run is None or run.ones is None else run.ones.leaf, outputs
+
+
+def entering(frozen: FrozenPass, x: Float[Tensor, "row pos d_model"]) -> tuple[Tensor, list[FwdHook]]:
+    """Return a source of gradients with these numbers, and hooks that make it the input of the first block(s)."""
+    leaf = x.detach().clone().requires_grad_(True)  # weights may need no gradient
+    parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
+    names = frozen.capture.stream_names(0)
+    return leaf, [
+        (name, in_this_thread(lambda stream, *, hook, part=part: part)) for name, part in zip(names, parts, strict=True)
+    ]
 
 
 def _product(x: Tensor, gradient: Float[Tensor, "row *any d"]) -> Float[Tensor, "row *any"]:

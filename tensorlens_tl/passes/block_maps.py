@@ -362,14 +362,10 @@ class Blocks(ABC):
     def final_map(self) -> AffineMap | None:
         """Return the norm after the last block as a map of all positions; it acts on those of the last block."""
         norm = self.final_norm()
-        return None if norm is None else self.on_last_side(norm)
-
-    def on_last_side(self, inner: AffineMap) -> AffineMap:
-        """Extend a map at the last block's positions, in an encoder–decoder the decoder's, to all positions."""
-        if self.capture.sides is None:
-            return inner
+        if norm is None or self.capture.sides is None:
+            return norm
         start, stop = self.capture.side(self.capture.n_layers - 1)
-        return Segment(inner, start, stop, stop)
+        return Segment(norm, start, stop, stop)
 
     @reads_weights
     def parts(

@@ -610,7 +610,8 @@ class LayoutSearch:
         """Return the one layout that reproduces the block (a causal block's first tokens), or None; raise for two."""
         start = self.maps.with_capture(self.maps.capture.block_at_start(self.layer))
         errors = self._errors(start, self.candidates, "frozen")
-        passing = [option for option in sorted(errors, key=errors.__getitem__) if self._is_small(errors[option])]
+        tolerance = self.maps.tolerance
+        passing = [option for option in sorted(errors, key=errors.__getitem__) if errors[option] <= tolerance]
         if not passing:
             return None
         if len(passing) == 1:
@@ -619,7 +620,7 @@ class LayoutSearch:
         # Folded norms commute with sublayers without bias, and at a single token also with attention. A rule with its
         # own constant still shows on which side the norm is; with the other layout it would be wrong.
         tangent = self._errors(start, passing, "frozen-tangent")
-        passing = [option for option in passing if self._is_small(tangent[option])] or passing
+        passing = [option for option in passing if tangent[option] <= tolerance] or passing
         rounding = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
         first, *others = passing
         if not others or errors[others[0]] >= 10 * max(errors[first], rounding):
@@ -636,10 +637,7 @@ class LayoutSearch:
     def reproducing(self) -> list[Layout]:
         """Return every layout that reproduces the block at all tokens."""
         errors = self._errors(self.maps, self.candidates, "frozen")
-        return [option for option in self.candidates if self._is_small(errors[option])]
-
-    def _is_small(self, error: float) -> bool:
-        return error <= self.maps.tolerance
+        return [option for option in self.candidates if errors[option] <= self.maps.tolerance]
 
     def _errors(self, maps: BlockMaps, options: Sequence[Layout], rule: FrozenRule) -> dict[Layout, float]:
         parts = maps.parts(self.layer, rule)
@@ -951,21 +949,15 @@ def check_pattern(
     within = slice(int(columns[0]), int(columns[-1]) + 1)
     reads = pattern[..., within]
     padded = padded[:, within]
-    if any(
+    per_query = reads[:, :, :1].numel() * reads.element_size()
+    if any(  # for some queries at a time, so that no second tensor of the pattern's size is allocated
         bool(((reads[:, :, at] != 0) & queries[:, None, at, None] & padded[:, None, None, :]).any())
-        for at, _ in _some_queries(reads)
+        for at in query_chunks(reads.shape[2], per_query)
     ):
         raise UnsupportedModelError(
             f"{name} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
             "HookedTransformer does). Freeze the prompts one by one."
         )
-
-
-def _some_queries(pattern: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of queries with their positions, so that no second tensor of the pattern's size is allocated."""
-    positions = torch.arange(pattern.shape[2], device=pattern.device)
-    per_query = pattern[:, :, :1].numel() * pattern.element_size()
-    return ((at, positions[at]) for at in query_chunks(pattern.shape[2], per_query))
 
 
 # ------------------------------------------------------------------

@@ -8,7 +8,7 @@ each model class, and `unwhiten` removes it.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,22 +21,6 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import refuse_attached
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.whitening.measures import WhiteningFilter
-
-
-@runtime_checkable
-class TransformersCache(Protocol):
-    """A key–value cache of transformers."""
-
-    def get_seq_length(self, layer_idx: int) -> int:
-        """Return the number of tokens that a layer's cache holds."""
-        ...
-
-
-@runtime_checkable
-class HookedCache(Protocol):
-    """The key–value cache of one HookedTransformer block."""
-
-    past_keys: Tensor
 
 
 class Whitening(nn.Module):
@@ -241,11 +225,11 @@ def _refuse_cache(layer: int, inputs: tuple[object, ...]) -> None:
         )
 
 
-def _cached_tokens(layer: int, value: object) -> int:
+def _cached_tokens(layer: int, value: Any) -> int:
     """Return the number of tokens in a block's key–value cache; 0 if the value is not a cache."""
-    if isinstance(value, TransformersCache):
+    if hasattr(value, "get_seq_length"):  # of transformers
         return int(value.get_seq_length(layer))
-    if isinstance(value, HookedCache):
+    if hasattr(value, "past_keys"):  # of one HookedTransformer block
         return value.past_keys.shape[1]
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in value):
         return value[0].shape[-2]
