@@ -53,7 +53,15 @@ from tensorlens_tl.circuits.live import (
     without_experts,
 )
 from tensorlens_tl.circuits.ruled import target_under
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, summed_by_name, token_pairs
+from tensorlens_tl.circuits.stream import (
+    Stream,
+    StreamTarget,
+    Sublayer,
+    dot,
+    stream_target,
+    summed_by_name,
+    token_pairs,
+)
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, changed_calls, states_and_logits
@@ -926,7 +934,7 @@ def top_paths(
 
 def _direct_path(readout: StreamTarget) -> Float[Tensor, "1 batch"]:
     """Return the direct path's score."""
-    return (upcast(readout.seed) * readout.stream.direct[-1]).sum((-2, -1))
+    return dot(readout.seed, readout.stream.direct[-1])
 
 
 def _label(path: tuple[str, ...]) -> str:
@@ -957,16 +965,16 @@ def _by_order(stream: Stream, seed: Tensor, max_order: int) -> Float[Tensor, "ba
         return moved
 
     for step in reversed(stream.steps):
-        sums += (upcast(rows) * step.outer.bias).sum((-2, -1))
+        sums += dot(rows, step.outer.bias)
         rows = step.outer.pull(rows)
         through = torch.zeros_like(rows)
         for sublayer in step.sublayers:
-            sums += (upcast(rows) * sublayer.write.bias).sum((-2, -1))
+            sums += dot(rows, sublayer.write.bias)
             pulled, bias = sublayer.read.pull_with_bias(sublayer.write.pull(rows))
             through += shifted(pulled)
             sums += shifted(bias)
         rows = rows + through
-    return (sums + (upcast(rows) * stream.x[0]).sum((-2, -1))).T
+    return (sums + dot(rows, stream.x[0])).T
 
 
 def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tensor]:

@@ -304,10 +304,10 @@ def _effects(
         errors = (widest(g) * features.error).sum(-1)
         errors = errors.sum(-1, keepdim=True) if at_token is None else errors[..., at_token]
         parts = [of_features.unflatten(1, (g.shape[1], n_features)), errors]  # n_features may be 0
-        parts += [dot(widest(g), part) for part in features.others.values()]
+        parts += [dot(widest(g), part)[..., None] for part in features.others.values()]
         columns = [torch.cat(parts, dim=-1).to(constant)]
         if writes.beside is not None:
-            columns.append(dot(pulled, writes.beside))
+            columns.append(dot(pulled, writes.beside)[..., None])
         scores.append(torch.cat([*columns, constant[..., None]], dim=-1))
     if writes.beside is not None:
         names.append(writes.beside_name)

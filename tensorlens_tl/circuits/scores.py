@@ -391,7 +391,7 @@ def score_change(difference: Difference, place: ScorePlace, by: str, of: str) ->
     constants: dict[str, Tensor] = {}
 
     def note(offset: Offset, pulled: Float[Tensor, "batch pos d"]) -> None:
-        constants[offset.name] = constants.get(offset.name, 0) + (upcast(pulled) * offset.vectors).sum((-2, -1))
+        constants[offset.name] = constants.get(offset.name, 0) + dot(pulled, offset.vectors)
 
     pulled = [pull_noting(route, seed, note) for route in routes]
     if by == "token":
@@ -399,7 +399,7 @@ def score_change(difference: Difference, place: ScorePlace, by: str, of: str) ->
     else:
         sources = components_before(difference, place, by)
         names = [list(sources)] * batch
-        sides = [torch.cat([dot(g, part) for part in sources.values()], dim=-1) for g in pulled]
+        sides = [torch.stack([dot(g, part) for part in sources.values()], dim=-1) for g in pulled]
     constants = {name: value for name, value in constants.items() if bool(value.any())}
     numbers = _numbers(difference, place, of)
     result = ScoreChange(

@@ -962,6 +962,6 @@ def summed_by_name(
     return list(numbers), values.new_zeros(shape).index_add_(dim, index, values)
 
 
-def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch 1"]:
-    """Return ⟨g, x⟩ of each row and prompt, as one column; `x` may be one vector for all positions."""
-    return (upcast(g) * x).sum((-2, -1))[..., None]
+def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch"]:
+    """Return ⟨g, x⟩ of each row and prompt; `x` may be one vector for all positions, or a bias that is zero."""
+    return (upcast(g) * x).sum((-2, -1))

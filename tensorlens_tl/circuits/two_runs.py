@@ -44,7 +44,7 @@ from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.algebra.secants import MatrixChange, Offset, RankOne, pull_noting
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
 from tensorlens_tl.circuits.ruled import target_under
-from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, stream_target
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
@@ -158,9 +158,7 @@ class WeightTerms:
     def add(self, names: Sequence[str], values: Float[Tensor, "query batch pos term"]) -> None:
         """Add terms, given in the order of the model, to those of the same name."""
         for name, value in reversed(list(zip(names, values.unbind(-1), strict=True))):
-            if name in self.values:
-                value = self.values[name] + value
-            self.values[name] = value
+            self.values[name] = self.values.get(name, 0) + value
 
     def remainder_like(self, seed: Float[Tensor, "query batch pos d"]) -> Float[Tensor, "query batch"]:
         """Return the remainder, zero where nothing is left out."""
@@ -502,9 +500,7 @@ def _with_unembedding(
         if positions:
             value = value[..., None] * (readout.positions[..., None] == pos)
         name = term_name(weight, by)
-        if name in values:
-            value = values[name] + value
-        values[name] = value
+        values[name] = values.get(name, 0) + value
     return values
 
 
@@ -606,9 +602,7 @@ class _Cut:
 
     def add(self, route: str, value: Float[Tensor, "query batch"]) -> None:
         """Add to a route."""
-        if route in self.by_route:
-            value = self.by_route[route] + value
-        self.by_route[route] = value
+        self.by_route[route] = self.by_route.get(route, 0) + value
 
     def held(self, m: AffineMap, x: Tensor, g: Float[Tensor, "query batch pos d"]) -> AffineMap:
         """Return a map with the scale of its norm fixed; the scale's response is counted under ``"norms"``.
@@ -620,7 +614,7 @@ class _Cut:
             held, response = _by_scale(stage)
             if response is not None:
                 before, after = stages[:number], stages[number + 1 :]
-                self.add("norms", _dot(Chain(after).pull(g), response.push(Chain(before)(x))))
+                self.add("norms", dot(Chain(after).pull(g), response.push(Chain(before)(x))))
                 return Chain((*before, held, *after))
         return m
 
@@ -629,9 +623,9 @@ class _Cut:
     ) -> None:
         """Count a sublayer's route and the response of the norm before it, along a vector where the sublayer writes."""
         write = self.held(sublayer.write, hidden, g)
-        self.add("constants", _dot(g, write.bias))
+        self.add("constants", dot(g, write.bias))
         g = write.pull(g)
-        self.add("constants", _dot(g, sublayer.read.bias))
+        self.add("constants", dot(g, sublayer.read.bias))
         changes = {"": hidden - sublayer.read.bias}
         _, response = _by_scale(sublayer.read)
         if response is not None:
@@ -668,11 +662,11 @@ def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Itera
             before = number
             g = _add_step(cut, readout, number, g)
             step, at_sum = stream.steps[number], pulled.sums[number]
-            later = later + _dot(pulled.stream[number + 1], step.outer.bias)
+            later = later + dot(pulled.stream[number + 1], step.outer.bias)
             for sublayer in step.sublayers:
-                later = later + _dot(at_sum, sublayer.write.bias)
-                later = later + _dot(sublayer.write.pull(at_sum), sublayer.read.bias)
-        cut.add("direct", _dot(g, stream.x[before]))
+                later = later + dot(at_sum, sublayer.write.bias)
+                later = later + dot(sublayer.write.pull(at_sum), sublayer.read.bias)
+        cut.add("direct", dot(g, stream.x[before]))
         yield cut
 
 
@@ -681,11 +675,11 @@ def _add_step(cut: _Cut, readout: StreamTarget, number: int, g: Float[Tensor, "q
     stream = readout.stream
     step, x = stream.steps[number], stream.x[number]
     if isinstance(stream.frozen, Difference) and any(part.kind == "per_layer" for part in step.sublayers):
-        cut.add("constants", _dot(g, step.map.bias))
+        cut.add("constants", dot(g, step.map.bias))
         return step.map.pull(g)  # between two runs a layer's own input for each token counts as part of the bypass
     written = sum((part.write(h) for part, h in zip(step.sublayers, stream.hidden[number], strict=True)), start=x)
     outer = cut.held(step.outer, written, g)
-    cut.add("constants", _dot(g, outer.bias))
+    cut.add("constants", dot(g, outer.bias))
     g = outer.pull(g)
     for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
         cut.add_sublayer(sublayer, x, hidden, g)
@@ -713,11 +707,6 @@ def _route(sublayer: Sublayer) -> str:
     if sublayer.kind in of_heads:
         return f"{'cross ' * sublayer.is_cross}{of_heads[sublayer.kind]}"
     return "mixer" if sublayer.kind == "mixer" else "MLP"
-
-
-def _dot(g: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch"]:
-    """Return ⟨g, x⟩; `x` may be one vector for all positions, or a bias that is zero."""
-    return (upcast(g) * x).sum((-2, -1))
 
 
 def _stacked(cuts: Sequence[_Cut]) -> Float[Tensor, "query batch layer head route"]:

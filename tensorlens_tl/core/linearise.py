@@ -25,6 +25,7 @@ from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.models import HookedModel
+from tensorlens_tl.models.parameters import first_output
 
 Given = TypeVar("Given")
 
@@ -443,16 +444,16 @@ class Linearised(TorchFunctionMode):
             first = Pairing(pairing.first.names, pairing.label, forced=choices)
             theirs = self.under(first, other.with_held_of(chosen))
             second = Pairing(pairing.names, pairing.label, first, choices)
-            mine = _stream(self.under(second, call.with_held_of(chosen)))
+            mine = first_output(self.under(second, call.with_held_of(chosen)))
             second.finish()
             pairing.constants += second.constants
             shares.append(mine / 2)
-            explained.append((mine.detach() - _stream(theirs).detach()) / 2)
+            explained.append((mine.detach() - first_output(theirs).detach()) / 2)
         linear = shares[0] + shares[1]
-        added = _stream(whole).detach() - _stream(other.out).detach() - explained[0] - explained[1]
+        added = first_output(whole).detach() - first_output(other.out).detach() - explained[0] - explained[1]
         leaf = torch.zeros_like(added, requires_grad=True)
         pairing.constants.append(Constant(pairing.routing, leaf, added, None, linear))
-        out = stands(_stream(whole), linear + leaf)
+        out = stands(first_output(whole), linear + leaf)
         return (out, *_fixed(whole[1:])) if isinstance(whole, tuple) else out
 
     def under(self, pairing: Pairing, run: Callable[[], Given]) -> Given:
@@ -589,11 +590,6 @@ def _has_weights(function: Any) -> bool:
     """Return whether a function is a method of a module with weights."""
     module = getattr(function, "__self__", None)
     return isinstance(module, nn.Module) and any(True for _ in module.parameters())
-
-
-def _stream(out: Any) -> Tensor:
-    """Return a module's output, or the first of several."""
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _is_live(x: Tensor) -> bool:

@@ -35,16 +35,11 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.running import START, hook_points, numbered
 from tensorlens_tl.models import BlockView, ModelView, require_one_stream, require_scaled_weights
 from tensorlens_tl.models.names import END_NORM
-from tensorlens_tl.models.parameters import NormWeights, innermost
+from tensorlens_tl.models.parameters import NormWeights, first_output, innermost
 from tensorlens_tl.models.sublayers import ExpertsWeights, pattern_reader
 
 PATTERN = ".pattern"
 """The suffix for names of patterns without a hook point."""
-
-
-def first_output(output: Any) -> Any:
-    """Return a module's output, or the first of several."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,14 @@ from tensorlens_tl.algebra import (
 from tensorlens_tl.algebra.numerics import maybe, plus, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.activations import Activation, FrozenRule, coefficients, is_elementwise
-from tensorlens_tl.models.parameters import LinearWeights, detached, innermost, is_norm, read_linear as linear_of
+from tensorlens_tl.models.parameters import (
+    LinearWeights,
+    detached,
+    first_output,
+    innermost,
+    is_norm,
+    read_linear as linear_of,
+)
 from tensorlens_tl.models.sublayers import has_experts, has_projections
 
 Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
@@ -728,11 +735,7 @@ class Mixer:
         takes_mask = mask is not None and "attention_mask" in inspect.signature(forward).parameters
         options = {"attention_mask": mask.long()} if takes_mask and mask is not None else {}
 
-        def run(x: Tensor) -> Tensor:
-            out = forward(x, **options)
-            return out[0] if isinstance(out, tuple) else out
-
-        return run
+        return lambda x: first_output(forward(x, **options))
 
 
 PLAIN = ("torch_forward", "slow_forward", "forward")

@@ -31,6 +31,11 @@ from tensorlens_tl.models.offload import forward_of, version_of, whole
 # ------------------------------------------------------------------ basic access to modules
 
 
+def first_output(output: Any) -> Any:
+    """Return a module's output, or the first of several."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def innermost(module: Any) -> Any:
     """Return what a Bridge's component wraps, however deep; any other module unchanged."""
     while hasattr(module, "original_component"):

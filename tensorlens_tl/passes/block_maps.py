@@ -303,6 +303,16 @@ class Blocks(ABC):
         """The reader of the model's weights."""
         return self.capture.view
 
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens; the same in both of two runs."""
+        return self.capture.mask
+
+    @property
+    def padding_mask(self) -> Bool[Tensor, "batch pos"] | None:
+        """The mask for maps that carry a state from token to token; None if every token is real."""
+        return None if bool(self.mask.all()) else self.mask
+
     @abstractmethod
     def forget(self, layer: int) -> None:
         """Drop cached results for a layer that are as large as its weights."""
@@ -614,16 +624,6 @@ class BlockMaps(Blocks):
         """The hook points."""
         return self.capture.points
 
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens."""
-        return self.capture.mask
-
-    @property
-    def _recursion_mask(self) -> Bool[Tensor, "batch pos"] | None:
-        """The mask for maps that carry a state from token to token; None if every token is real."""
-        return None if bool(self.mask.all()) else self.mask
-
     @cached_property
     def row_bytes(self) -> int:
         """The maximal bytes that one vector allocates: the stream, a sublayer's input, and the widest hidden layer."""
@@ -686,7 +686,7 @@ class BlockMaps(Blocks):
         weights = self.view.blocks[layer].whitening
         if weights is None:
             return None
-        return Chain((Linear(weights.entry), Recursion(weights.step, self._recursion_mask)))
+        return Chain((Linear(weights.entry), Recursion(weights.step, self.padding_mask)))
 
     @reads_weights
     def attention(self, layer: int, heads: Collection[int] | None = None) -> Chain:
@@ -755,7 +755,7 @@ class BlockMaps(Blocks):
             self.view.blocks[layer].require_attention()
         if ends is None:  # nothing mixes positions
             return read(self.capture.resid_pre(layer), None)
-        mixing = read(self.capture.activation(ends.into), self._recursion_mask)
+        mixing = read(self.capture.activation(ends.into), self.padding_mask)
         return self._multiplied(layer, mixing, self.view.blocks[layer].branch_factor)
 
     @reads_weights
@@ -773,7 +773,7 @@ class BlockMaps(Blocks):
         ends = self.points.blocks[layer].beside
         if read is None or ends is None:
             return None
-        return read(self.capture.activation(ends.into), self._recursion_mask)
+        return read(self.capture.activation(ends.into), self.padding_mask)
 
     def _multiplied(self, layer: int, mixing: Chain, factor: float) -> Chain:
         if factor == 1:

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
@@ -17,7 +17,7 @@ from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, FrozenRule, Layout, Within
 from tensorlens_tl.models.mixers import ChannelMixWeights, Mixer, NoMixing
 from tensorlens_tl.models.names import ENCODER_NORM
-from tensorlens_tl.models.parameters import innermost
+from tensorlens_tl.models.parameters import first_output, innermost
 from tensorlens_tl.passes.block_maps import BlockMaps, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
@@ -140,8 +140,7 @@ class SecantMaps(Blocks):
         if of_a is None and of_b is None:
             return None
         read = Change(self.a.capture.resid_pre(layer), self.b.capture.resid_pre(layer))
-        keep = None if bool(self.mask.all()) else self.mask
-        return whitening_secant(of_a, of_b, read, keep, f"L{layer}.whitening")
+        return whitening_secant(of_a, of_b, read, self.padding_mask, f"L{layer}.whitening")
 
     def mixer(self, layer: int, heads: Collection[int] | None = None) -> Chain:
         """Return attention by three routes (values, queries and keys) with its output, or the mixer in its place."""
@@ -213,15 +212,9 @@ class SecantMaps(Blocks):
         a, b = parts.of_a.attention, parts.of_b.attention
         if isinstance(of_a, NoMixing) or isinstance(of_b, NoMixing):
             return of_a(a, None)
-        mask = None if bool(self.mask.all()) else self.mask
-        modules = (of_a.module, of_b.module)
-        secant = paired(of_a.runs(mask), of_b.runs(mask), modules, a, b, f"L{layer}.mixer")
+        runs = (of_a.runs(self.padding_mask), of_b.runs(self.padding_mask))
+        secant = paired(*runs, (of_a.module, of_b.module), a, b, f"L{layer}.mixer")
         return Chain((secant, Identity() if factor == 1 else Diagonal(a.new_full((1, 1, 1), factor))))
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]:
-        """True at real tokens, the same in both runs."""
-        return self.capture.mask
 
     def pattern_error(self, layer: int) -> float:
         """Return the largest error of a probability in the two patterns recomputed from the scores."""
@@ -269,9 +262,9 @@ class SecantMaps(Blocks):
     def _mlp_secant(self, layer: int, read: Change) -> Chain:
         """The secant of the two runs' MLPs, or of modules in the place of an MLP."""
         if isinstance(self.view.blocks[layer].mlp, ChannelMixWeights):
-            modules = [innermost(maps.view.blocks[layer].parts.mlp) for maps in (self.a, self.b)]
-            runs = (partial(_first_of, modules[0]), partial(_first_of, modules[1]))
-            secant = paired(*runs, (modules[0], modules[1]), read.a, read.b, f"L{layer}.channel_mix")
+            a, b = (innermost(maps.view.blocks[layer].parts.mlp) for maps in (self.a, self.b))
+            runs = (lambda x: first_output(a(x)), lambda x: first_output(b(x)))
+            secant = paired(*runs, (a, b), read.a, read.b, f"L{layer}.channel_mix")
             return Chain((secant, Identity()))
         dense_a = self.a.view.blocks[layer].dense_mlp
         dense_b = self.b.view.blocks[layer].dense_mlp
@@ -349,12 +342,6 @@ class SecantMaps(Blocks):
         assert isinstance(norm_a, Norm)
         assert isinstance(norm_b, Norm)
         return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
-
-
-def _first_of(module: nn.Module, x: Tensor) -> Tensor:
-    """Return a module's output, or the first of several."""
-    out = module(x)
-    return out[0] if isinstance(out, tuple) else out
 
 
 def _numbers(block: BlockView, pos: int) -> int:

@@ -21,6 +21,7 @@ from tensorlens_tl.core import Constant, Cuts, Paired, Recorded, depends, in_two
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, drop_patterns, hook_points, refuse_attached, run_until
 from tensorlens_tl.models import BlockView
+from tensorlens_tl.models.parameters import first_output
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.attention import of_heads
 from tensorlens_tl.passes.two_runs.values import BlockValues
@@ -113,7 +114,7 @@ def recorded_attention(
                 placing.at_points((a, b)[number].view.model, known[number], cutting)
                 out = calls[number].of(modules[number], read, leaf, a.tolerance)
             drop_patterns(modules[number])  # with its graph
-            return cuts, leaf, out[0] if isinstance(out, tuple) else out
+            return cuts, leaf, first_output(out)
 
         return attend
 
