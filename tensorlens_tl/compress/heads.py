@@ -71,8 +71,8 @@ CHUNK_BYTES = 64 * 2**20
 ROUNDED = 1 + 1e-12
 """Tolerance for rounding, so that ranks reach a ratio that was computed from them."""
 
-Ranks = tuple[int, int, int]
-Shape = tuple[int, int, int, int]
+Ranks = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
@@ -104,18 +104,17 @@ class Tucker:
     """A Tucker decomposition: shared factors, and a core per entry of the last mode."""
 
     core: Float[Tensor, "R1 R2 R3 h"]
-    factors: tuple[Tensor, Tensor, Tensor]
+    factors: tuple[Tensor, ...]
 
     @property
     def ranks(self) -> Ranks:
         """(R1, R2, R3)."""
-        return self.core.shape[0], self.core.shape[1], self.core.shape[2]
+        return tuple(self.core.shape[:3])
 
     @property
     def shape(self) -> Shape:
         """The shape of the tensor that it stands for."""
-        first, second, third = (len(factor) for factor in self.factors)
-        return first, second, third, self.core.shape[3]
+        return (*map(len, self.factors), self.core.shape[3])
 
     @property
     def parameters(self) -> int:
@@ -153,26 +152,25 @@ class HOSVD:
         spectra: the energy of each mode's directions, ‖slice of the core‖².
     """
 
-    factors: tuple[Tensor, Tensor, Tensor]
+    factors: tuple[Tensor, ...]
     core: Float[Tensor, "d1 d2 d3 h"]
-    spectra: tuple[Tensor, Tensor, Tensor]
+    spectra: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, tensor: Tensor) -> "HOSVD":
         """Decompose `[d1, d2, d3, h]`; raise `InvalidInputError` for another number of modes, NaN, or only zeros."""
         _check_tensor(tensor)
-        (first, one), (second, two), (third, three) = (_directions(tensor, mode) for mode in range(3))
-        factors = first.to(tensor), second.to(tensor), third.to(tensor)
+        directions, spectra = zip(*(_directions(tensor, mode) for mode in range(3)), strict=True)
+        factors = tuple(factor.to(tensor) for factor in directions)
         core = tensor
         for mode, factor in enumerate(factors):
             core = mode_product(core, factor.T, mode)
-        return cls(factors, core, (one, two, three))
+        return cls(factors, core, spectra)
 
     @property
     def shape(self) -> Shape:
         """The shape of the tensor."""
-        first, second, third, heads = self.core.shape
-        return first, second, third, heads
+        return tuple(self.core.shape)
 
     @cached_property
     def lost(self) -> Float[Tensor, "d1 d2 d3"]:
@@ -263,8 +261,8 @@ class HOSVD:
         torch.Size([4, 3, 2, 3])
         """
         a, b, c = check_ranks(self.shape, ranks)
-        first, second, third = (factor[:, :rank].clone() for factor, rank in zip(self.factors, (a, b, c), strict=True))
-        return Tucker(self.core[:a, :b, :c].clone(), (first, second, third))
+        factors = tuple(factor[:, :rank].clone() for factor, rank in zip(self.factors, (a, b, c), strict=True))
+        return Tucker(self.core[:a, :b, :c].clone(), factors)
 
 
 def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) -> Tucker:
@@ -285,8 +283,7 @@ def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) 
     for mode, rank in enumerate(check_ranks(tuple(tensor.shape), ranks)):
         factors.append(_directions(core, mode)[0][:, :rank].to(tensor))
         core = mode_product(core, factors[-1].T, mode)
-    first, second, third = factors
-    return Tucker(core, (first, second, third))
+    return Tucker(core, tuple(factors))
 
 
 class Refined(NamedTuple):
@@ -335,8 +332,7 @@ def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 
         errors.append(error())
         if errors[-2] - errors[-1] < tolerance:
             break
-    first, second, third = factors
-    return Refined(Tucker(core, (first, second, third)), errors)
+    return Refined(Tucker(core, tuple(factors)), errors)
 
 
 def mode_product(tensor: Float[Tensor, "d1 d2 d3 h"], matrix: Float[Tensor, "new old"], mode: int) -> Tensor:
@@ -349,11 +345,8 @@ def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
     ranks = plain(ranks)
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or len(ranks) != 3:
         raise InvalidInputError(f"ranks={ranks!r}: pass three, (R1, R2, R3).")
-    one, two, three = (
-        whole_number(f"ranks[{mode}]", rank, 1, shape[mode], why=f"the tensor is {list(shape)}")
-        for mode, rank in enumerate(ranks)
-    )
-    return one, two, three
+    why = f"the tensor is {list(shape)}"
+    return tuple(whole_number(f"ranks[{mode}]", rank, 1, shape[mode], why=why) for mode, rank in enumerate(ranks))
 
 
 def positive(name: str, value: Number, most: float = math.inf) -> float:
