@@ -179,7 +179,7 @@ REQUIREMENTS = {
 """The named requirements, in the order in which they are checked."""
 
 
-def check_rule(rule: Rule, frozen: FrozenPass, what: str) -> None:
+def check_needs(rule: Rule, frozen: FrozenPass, what: str) -> None:
     """Raise `UnsupportedModelError`, naming the block, unless the model meets all of the rule's requirements."""
     for requirement in resolved(rule.needs, what):
         requirement.check(frozen, what)

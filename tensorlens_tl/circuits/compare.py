@@ -83,7 +83,7 @@ from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, check_pass, difference, one_question
 from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.registry import frozen_rule, is_of_run
-from tensorlens_tl.requirements import check_rule
+from tensorlens_tl.requirements import check_needs
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, MeasuredTerms, Terms
 
 # ------------------------------------------------------------------ the two prompts and the target
@@ -175,7 +175,7 @@ def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, R
         )
     chosen = rule_of(rule)
     check_pass(clean)
-    check_rule(chosen, clean, f"rule={rule!r}")
+    check_needs(chosen, clean, f"rule={rule!r}")
     return method, chosen
 
 

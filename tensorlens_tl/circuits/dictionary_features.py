@@ -52,7 +52,7 @@ MLP_OUT = ("hook_mlp_out", "mlp.hook_out")
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class StreamAt:
     """The residual stream before one step of a block; ``(n_layers, 0)`` is the last block's output."""
 
     layer: int
@@ -69,7 +69,7 @@ class ReadAt:
         x: the values at the hook point, `[batch, pos, d_in]`.
     """
 
-    place: Place
+    place: StreamAt
     through: AffineMap
     x: Float[Tensor, "batch pos d_in"]
 
@@ -87,7 +87,7 @@ class WriteAt:
         beside_name: the term's name for `beside`.
     """
 
-    place: Place
+    place: StreamAt
     outer: AffineMap
     after: AffineMap
     x: Float[Tensor, "batch pos d_out"]
@@ -95,7 +95,7 @@ class WriteAt:
     beside_name: str = ""
 
 
-def stream_to(frozen: FrozenPass, place: Place, rule: FrozenRule) -> Stream:
+def stream_to(frozen: FrozenPass, place: StreamAt, rule: FrozenRule) -> Stream:
     """Return the stream from the embeddings to a place."""
     layers = slice(0, min(place.layer + 1, frozen.n_layers))
     stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)
@@ -110,14 +110,14 @@ def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
     """
     layer, x = _held(frozen, hook, mlp)
     stream = Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
-    candidates: list[tuple[Place, AffineMap, Tensor]] = [
+    candidates: list[tuple[StreamAt, AffineMap, Tensor]] = [
         (_place(stream, step), Identity(), before) for step, before in enumerate(stream.x)
     ]
     for at, step in enumerate(stream.steps):
         norm = next((sublayer.read.stages[0] for sublayer in step.sublayers if sublayer.is_mlp), None)
         if mlp and isinstance(norm, Norm):
             for through in (norm, replace(norm, gain=None, shift=None)):
-                candidates.append((Place(layer, at), through, through(stream.x[at])))
+                candidates.append((StreamAt(layer, at), through, through(stream.x[at])))
     for place, through, read in candidates:
         if _same(frozen, read, x):
             return ReadAt(place, through, x)
@@ -156,10 +156,10 @@ def _same(frozen: FrozenPass, candidate: Tensor, expected: Tensor) -> bool:
     return candidate.shape == expected.shape and relative_error(candidate, expected, frozen.mask) <= frozen.tolerance
 
 
-def _place(stream: Stream, step: int) -> Place:
+def _place(stream: Stream, step: int) -> StreamAt:
     """Return the place of the stream before a step; the end of a block is the beginning of the next."""
     (layer,) = stream.layers
-    return Place(layer + 1, 0) if step == len(stream.steps) else Place(layer, step)
+    return StreamAt(layer + 1, 0) if step == len(stream.steps) else StreamAt(layer, step)
 
 
 def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:

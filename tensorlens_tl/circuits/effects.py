@@ -73,7 +73,7 @@ from tensorlens_tl.passes.live import error_at, in_one_batch, prove_obedience
 from tensorlens_tl.passes.target import chosen_head, resolve_target
 from tensorlens_tl.passes.texts import special_positions
 from tensorlens_tl.registry import frozen_rule, is_of_run
-from tensorlens_tl.requirements import check_rule
+from tensorlens_tl.requirements import check_needs
 from tensorlens_tl.results import Paths, Terms
 
 # ------------------------------------------------------------------ direct effects
@@ -331,7 +331,7 @@ def _in_live_model(
     """Ablate in the live model, or with a rule multiply hidden vectors by the rule's gradients there."""
     question = "total_effects(live=True)" if rule is None else "total_effects(rule=)"
     if rule is not None:
-        check_rule(rule, readout.stream.run, question)
+        check_needs(rule, readout.stream.run, question)
     advice = "Leave live and rule out: the frozen model's effects are exact."
     changes = list(sublayer_nodes(readout, question, by, advice))
     changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]

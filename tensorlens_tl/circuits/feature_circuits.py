@@ -40,7 +40,7 @@ from tensorlens_tl.circuits.dictionary_features import (
 from tensorlens_tl.circuits.effects import BY as DIRECT, Parts, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, TokenLike, check_rule
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, TokenLike, known_rule
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 
@@ -90,7 +90,7 @@ def feature_attribution(
     frozen = _checked(features).frozen
     number = features.checked(feature)
     check_choice("by", by, ("token", *DIRECT))
-    rule = check_rule(rule)
+    rule = known_rule(rule)
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
@@ -195,7 +195,7 @@ def feature_edges(
     True
     """
     frozen = _checked(early).frozen
-    rule = check_rule(rule)
+    rule = known_rule(rule)
     if _checked(late).frozen is not frozen:
         raise InvalidInputError("feature_edges: early and late are of two passes; compute both from the same one.")
     if late.reads.place < early.writes.place:

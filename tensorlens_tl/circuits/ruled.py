@@ -42,7 +42,7 @@ from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import is_of_run
-from tensorlens_tl.requirements import check_rule
+from tensorlens_tl.requirements import check_needs
 
 Start = Mapping[str, Float[Tensor, "batch _pos d_model"]]
 """The first block's input, by hook point, where it differs from that of the pass's prompts."""
@@ -68,7 +68,7 @@ def target_under(readout: StreamTarget, rule: RuleLike, question: str, *, neuron
     if not is_of_run(rule):
         return readout
     chosen = rule_of(rule)
-    check_rule(chosen, readout.stream.run, f"{question}(rule=)")
+    check_needs(chosen, readout.stream.run, f"{question}(rule=)")
     answer = ruled_target(readout, chosen)[0]
     parts = [part for step in answer.stream.steps for part in step.sublayers if part.is_mlp]
     for part in parts if neurons else []:

@@ -36,7 +36,7 @@ from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.circuits.stream import Stream, dot
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, check_rule
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, known_rule
 from tensorlens_tl.passes import (
     Difference,
     FrozenPass,
@@ -515,7 +515,7 @@ def qk_attribution(
     check_explained(frozen)
     check_choice("by", by, BY)
     check_choice("of", of, OF)
-    check_rule(rule)
+    known_rule(rule)
     place = ScorePlace.of(frozen, layer, head, query, key, cross=cross)
     if isinstance(frozen, Difference):
         with one_check(frozen.view.model):

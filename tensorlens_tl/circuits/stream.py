@@ -53,7 +53,7 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.core import Paired, Recorded
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, hook_points
-from tensorlens_tl.models import FrozenRule, LayerRange, Place, Query, TokenLike, Within, check_rule
+from tensorlens_tl.models import FrozenRule, LayerRange, Place, Query, TokenLike, Within, known_rule
 from tensorlens_tl.models.names import ENCODER_NORM, ENTRY_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.offload import loaded
 from tensorlens_tl.models.parameters import norm_weights
@@ -624,7 +624,7 @@ class Stream:
             UnsupportedModelError: a block uses keys and values of an earlier one.
         """
         frozen.view.require_single_streams("the stream of a circuit")
-        rule = check_rule(rule)
+        rule = known_rule(rule)
         chosen = chosen_layers(frozen.n_layers, layers)
         normed = through_final_norm(frozen, chosen.stop, final_norm)
         frozen.check_fresh()

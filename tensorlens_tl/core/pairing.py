@@ -34,7 +34,7 @@ class OtherWayError(UnsupportedModelError):
         super().__init__("the two runs take different ways through a module. Explain each run separately.")
 
 
-class Place(NamedTuple):
+class Mark(NamedTuple):
     """A position in a run's record: the number of values, held values, indices, choices and calls before it."""
 
     values: int = 0
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     calls: int = 0
 
 
-NOTHING = Place()
+NOTHING = Mark()
 
 
 @dataclass(eq=False)
@@ -61,8 +61,8 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     out: Any = None
-    start: Place = NOTHING
-    end: Place = NOTHING
+    start: Mark = NOTHING
+    end: Mark = NOTHING
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ class Pairing:
     choices: list[Any] = field(default_factory=list[Any])
     calls: list[Call] = field(default_factory=list[Call])
     constants: list["Constant"] = field(default_factory=list["Constant"])
-    place: Place = NOTHING
+    place: Mark = NOTHING
     routing: str = ""
     chooses: bool = False
     _copies: dict[int, list[Callable[[], None]]] = field(default_factory=dict[int, list[Callable[[], None]]])
@@ -145,9 +145,9 @@ class Pairing:
         return _noting(self.pair) if self.first is None else secant(self.pair)
 
     @property
-    def noted(self) -> Place:
+    def noted(self) -> Mark:
         """The length of the record so far, in the run that goes first."""
-        return Place(len(self.values), len(self.held), len(self.indices), len(self.choices), len(self.calls))
+        return Mark(len(self.values), len(self.held), len(self.indices), len(self.choices), len(self.calls))
 
     def _next(self, kind: str) -> Any:
         """The next item of this kind in the record of the run that goes first."""
@@ -213,7 +213,7 @@ class Pairing:
 
     def drop(self, call: Call) -> None:
         """Remove a call, and everything inside it, from the record."""
-        for kind, start in zip(Place._fields, call.start, strict=True):
+        for kind, start in zip(Mark._fields, call.start, strict=True):
             del getattr(self, kind)[start:]
 
     def other_call(self) -> Call:

@@ -97,7 +97,7 @@ class Paired(WithConstants):
         pushed = self.linear.pushed_from(constant.leaf, constant.added[None])
         return pushed.reshape(*self.linear.shape, -1)[..., self.linear.cut, :]
 
-    def _by_position(self, rows: Float[Tensor, "row ..."], place: "_Place") -> Float[Tensor, "row batch pos d"]:
+    def _by_position(self, rows: Float[Tensor, "row ..."], place: "_Axis") -> Float[Tensor, "row batch pos d"]:
         """The numbers of a value inside the module, as vectors of positions."""
         batch, length = self.linear.shape
         rows = rows.unflatten(1, (batch, -1))
@@ -109,7 +109,7 @@ class Paired(WithConstants):
                 rows = rows.unflatten(2, (length, -1))
         return rows[:, :, :length][:, :, self.linear.cut].flatten(3)
 
-    def _place(self, constant: Constant) -> "_Place":
+    def _place(self, constant: Constant) -> "_Axis":
         """Where positions are in a value inside the module.
 
         If several dimensions have the length of the positions, it is the one whose first index only the first position
@@ -121,7 +121,7 @@ class Paired(WithConstants):
         dims = [dim for dim in range(1, len(sizes)) if sizes[dim] >= length]
         alike = [dim for dim in dims if sizes[dim] == length]
         if len(alike) == 1 and len(sizes) > 3:
-            return _Place(alike[0])
+            return _Axis(alike[0])
 
         def reaching(dim: int, index: int) -> list[bool]:
             chosen = torch.zeros_like(constant.leaf)
@@ -131,9 +131,9 @@ class Paired(WithConstants):
         for dim in sorted(dims, key=lambda dim: sizes[dim] != length):
             each = sizes[dim] // length if sizes[dim] % length == 0 else 1
             if not any(reaching(dim, 0)[1:]) and reaching(dim, each * (length - 1))[-1]:
-                return _Place(dim)
+                return _Axis(dim)
         everywhere = self._reaching(constant.before, torch.ones_like(constant.leaf))
-        return _Place(None, max((position for position, reaches in enumerate(everywhere) if reaches), default=0))
+        return _Axis(None, max((position for position, reaches in enumerate(everywhere) if reaches), default=0))
 
     def _reaching(self, value: Tensor, weights: Tensor) -> list[bool]:
         """Whether each input position reaches a weighted sum of some value inside the module."""
@@ -141,7 +141,7 @@ class Paired(WithConstants):
         return given.flatten(2).any(-1).any(0).tolist()
 
 
-class _Place(NamedTuple):
+class _Axis(NamedTuple):
     """Where positions are in a value inside a module whose first dimension is the prompts.
 
     Attributes:

@@ -75,7 +75,7 @@ class Rule:
 # ------------------------------------------------------------------ one run
 
 
-class Constant(torch.autograd.Function):
+class TimesOne(torch.autograd.Function):
     """A value that does not depend on the sources of the map, times a 1 whose gradient is the bias."""
 
     @staticmethod
@@ -103,7 +103,7 @@ class Ones:
         at = value.device
         if at not in self._on:
             self._on[at] = self.leaf.to(at, torch.float32 if at.type == "mps" else torch.float64)
-        return Constant.apply(value.detach(), self._on[at])
+        return TimesOne.apply(value.detach(), self._on[at])
 
 
 ONES: ContextVar[Ones | None] = ContextVar("ONES", default=None)

@@ -59,7 +59,7 @@ from tensorlens_tl.hooks import (
     states_and_logits,
     unheld_run,
 )
-from tensorlens_tl.models import NEXT, ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.models import NEXT, ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView, TokenLike, known_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes import Difference, FrozenOperator, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import (
@@ -993,7 +993,7 @@ def attribute_generation(
         UnsupportedModelError: not a causal language model; also whatever `freeze` raises.
     """
     question = _Question(span, hops, shares, minus, bias, rule, memory, method, options)
-    check_rule(rule)
+    known_rule(rule)
     in_bytes(memory)
     view = ModelView(model)
     texts = texts_of(

@@ -25,10 +25,10 @@ from tensorlens_tl.models.activations import (
     Activation as Activation,
     Coefficients,
     FrozenRule as FrozenRule,
-    check_rule as check_rule,
     coefficients as coefficients,
     derivative as derivative,
     in_one_kernel as in_one_kernel,
+    known_rule as known_rule,
 )
 from tensorlens_tl.models.blocks import (
     BlockView,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     FrozenRule = Literal["frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent"]
     """One of `FROZEN_RULES`."""
 else:
-    FrozenRule = Any  # `check_rule` checks it
+    FrozenRule = Any  # `known_rule` checks it
 
 FROZEN_RULES: tuple[FrozenRule, ...] = ("frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent")
 """The four rules, in the order of the table above."""
@@ -79,7 +79,7 @@ class Coefficients:
         return plus(after.expand_as(self.through), self.rest)
 
 
-def check_rule(rule: str) -> FrozenRule:
+def known_rule(rule: str) -> FrozenRule:
     """Return the rule; raise `InvalidInputError` unless it is one of `FROZEN_RULES`."""
     for known in FROZEN_RULES:
         if rule == known:
@@ -103,7 +103,7 @@ def coefficients(
     `psi` is for MLPs φ(g)·ψ(u), as in gpt-oss, which clamps u and adds 1: the rule is applied at ψ(u), and ψ(u) itself
     is linearised by its own ratio (``frozen-tangent``: its derivative). An unknown rule raises `InvalidInputError`.
     """
-    check_rule(rule)
+    known_rule(rule)
     if psi is not None and linear is not None:
         outer = coefficients(phi, pre, psi(linear), rule)
         inner = coefficients(psi, linear, None, rule)

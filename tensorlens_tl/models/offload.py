@@ -286,7 +286,7 @@ def refuse_offloaded(model: Any, what: str) -> None:
 # ------------------------------------------------------------------ tensors that autograd saves
 
 
-class Place(NamedTuple):
+class SavedView(NamedTuple):
     """Where a saved tensor's numbers are: a view of one weight of an offloaded module."""
 
     module: nn.Module
@@ -326,7 +326,7 @@ def saved_by_name(model: Any) -> Generator[None, None, None]:
                 module.get_parameter(name).requires_grad_(True)
 
 
-def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
+def _packed(saved: Tensor, weights: Weights) -> Tensor | SavedView:
     """Return a saved tensor or, if it is a loaded weight, its place.
 
     Detached, since an output kept by its own node in Python would never be freed.
@@ -337,11 +337,11 @@ def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
     for module, name in weights.get(storage.nbytes(), ()):
         weight = module.get_parameter(name)
         if not weight.is_meta and weight.dtype is saved.dtype and weight.data_ptr() == storage.data_ptr():
-            return Place(module, name, saved.size(), saved.stride(), int(saved.storage_offset()))
+            return SavedView(module, name, saved.size(), saved.stride(), int(saved.storage_offset()))
     return saved.detach()
 
 
-def _unpacked(saved: Tensor | Place) -> Tensor:
+def _unpacked(saved: Tensor | SavedView) -> Tensor:
     """Return the numbers of a saved tensor, reading them again if they are offloaded."""
     if isinstance(saved, Tensor):
         return saved

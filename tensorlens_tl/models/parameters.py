@@ -149,7 +149,7 @@ def adapter_names(model: nn.Module) -> tuple[str, ...]:
     return tuple(sorted({name for module in adapter_layers(model) for name in in_effect(module)}))
 
 
-def copied(layer: nn.Module) -> nn.Module:
+def wide_copy(layer: nn.Module) -> nn.Module:
     """Return a copy of an adapter layer in float32 or wider; half precision would lose a small adapter in the sum.
 
     accelerate's hooks, which refer to a whole model's weights, are not copied, since the weights are loaded now.
@@ -279,7 +279,7 @@ def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
             "model in floating point, and merge adapters on adapters (merge_and_unload())."
         )
     state = _state(module)
-    wide = copied(module)
+    wide = wide_copy(module)
     output: Any = None
     if _compared.get(module) != state:
         output = _run(module, wide, _stored(wide.base_layer, name, refuse), name, refuse)
@@ -304,7 +304,7 @@ def _by_behaviour(module: Any, name: str, refuse: Refuse) -> LinearWeights:
         base = base.base_layer
     if not is_plain(base):
         raise refuse(f"{name} ({_kind(module)}) wraps a {_kind(base)}, which is not a plain linear layer.")
-    wide = copied(module)
+    wide = wide_copy(module)
     basis = torch.eye(len(stored_linear(base))).to(next(wide.parameters()))
     try:
         with torch.no_grad():
@@ -323,7 +323,7 @@ def read_embedding(module: Any, name: str, refuse: Refuse) -> Float[Tensor, "tok
     """Return an embedding's vectors with adapters merged in a copy; as stored, without any scaling factor."""
     if "base_layer" not in module._modules:
         return floating(module.weight, name, refuse)
-    wide = copied(module)
+    wide = wide_copy(module)
     count = min(VECTORS, len(module.weight))
     tokens = torch.arange(count, device=module.weight.device)[None]
     try:

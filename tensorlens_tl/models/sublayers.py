@@ -554,8 +554,8 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     if isinstance(getattr(inner, "kv_proj", None), nn.Module) and hasattr(inner, "experts"):
         return _of_experts(inner, refuse)
     refuse_bypassed(attn, PROJECTIONS, "attn", refuse)
-    W_O, b_O = projection(attn, "O", cfg, refuse)
-    W_V, b_V = projection(attn, "V", cfg, refuse)
+    W_O, b_O = head_projection(attn, "O", cfg, refuse)
+    W_V, b_V = head_projection(attn, "V", cfg, refuse)
     if not isinstance(W_O, Tensor) or not isinstance(W_V, Tensor):
         if (read := _by_module(inner, refuse)) is not None:
             return _with_inner_norms(read, inner, cfg, refuse)
@@ -631,7 +631,7 @@ def shared_source(attentions: Sequence[Any]) -> int | None:
     raise UnsupportedModelError("it takes keys and values of an earlier block, and none that stores them is known.")
 
 
-def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:
+def head_projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:
     """Return one of Q, K, V, O by head, as its module computes it, and its bias.
 
     The matrix is `[head, d_model, d_head]` (O: `[head, d_head, d_model]`), with key-value heads for grouped attention;
@@ -782,7 +782,7 @@ def read_query_key(attn: Any, cfg: Any, refuse: Refuse, factor: float = 1.0) -> 
             "its queries are computed by experts that each token is sent to (a mixture of attention heads), so "
             "its attention scores cannot be read."
         )
-    (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, cfg, refuse) for letter in "QK")
+    (W_Q, b_Q), (W_K, b_K) = (head_projection(attn, letter, cfg, refuse) for letter in "QK")
     if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
         raise refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
     q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))

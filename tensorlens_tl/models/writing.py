@@ -175,7 +175,7 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
         _put_back(view, changed)
 
 
-class Place(NamedTuple):
+class BlockWeight(NamedTuple):
     """One weight of one block."""
 
     layer: int
@@ -188,7 +188,7 @@ class Place(NamedTuple):
 class Changed(NamedTuple):
     """An overwritten weight: its place, its old value, and a sample of the new one."""
 
-    place: Place
+    place: BlockWeight
     before: Tensor
     sample: Tensor
 
@@ -209,7 +209,7 @@ def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
             except BaseException as error:
                 first = first or error
 
-    def put_back(place: Place, before: Tensor, sample: Tensor) -> None:
+    def put_back(place: BlockWeight, before: Tensor, sample: Tensor) -> None:
         weight = writable(view.blocks[place.layer]).get(place.name)
         if weight is not None and _holds(weight, sample, before):
             _overwrite(weight, before.to(weight))
@@ -248,14 +248,14 @@ def write(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
     _follow(view, copies)
 
 
-def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[Place, Tensor, Tensor]]:
+def _writes(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> list[tuple[BlockWeight, Tensor, Tensor]]:
     """Return what to write: each place, its live tensor, and the new value, after all checks."""
     refuse_shared(view, list(weights))
-    writes: list[tuple[Place, Tensor, Tensor]] = []
+    writes: list[tuple[BlockWeight, Tensor, Tensor]] = []
     for layer, changed in weights.items():
         views = writable(view.blocks[layer])
         for name, value in changed.items():
-            writes.append((Place(layer, name), views[name], checked(f"blocks.{layer}", name, value, views)))
+            writes.append((BlockWeight(layer, name), views[name], checked(f"blocks.{layer}", name, value, views)))
     return writes
 
 

@@ -36,6 +36,7 @@ from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import (
     Linearisation,
+    check_explained,
     one_reading as one_reading,
     unchecked_view as unchecked_view,
 )
@@ -54,12 +55,6 @@ if TYPE_CHECKING:
     """A frozen pass, or the difference of two, as an argument."""
 else:
     PassOrDifference = Any  # `check_explained` raises our own error for anything else
-
-
-def check_explained(frozen: Any) -> None:
-    """Raise `InvalidInputError` unless the argument is a frozen pass or the difference of two."""
-    if not isinstance(frozen, Difference):
-        check_pass(frozen)
 
 
 __all__ = [

@@ -262,7 +262,7 @@ def reads_weights(
     return reading
 
 
-class BlockParts(NamedTuple):
+class PartMaps(NamedTuple):
     """The components of a block, in the order of `models.layouts.compose`.
 
     Attributes:
@@ -380,7 +380,7 @@ class Blocks(ABC):
     @reads_weights
     def parts(
         self, layer: int, rule: FrozenRule = "frozen", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> BlockParts:
+    ) -> PartMaps:
         """Return the components of a block, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         last = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
@@ -389,7 +389,7 @@ class Blocks(ABC):
         mixing = self._attention_of_stream(layer, heads)
         branch = self.mlp(layer, rule) if mlp else None
         within = self.within(layer)
-        return BlockParts(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
+        return PartMaps(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
 
     def _attention_of_stream(self, layer: int, heads: Collection[int] | None) -> AffineMap:
         """Attention as a map of the stream that enters the block: a constant if it takes another block's values."""
@@ -448,7 +448,7 @@ class Blocks(ABC):
         return self.composed(layer, layout or self.layouts[layer], parts, rule)
 
     @reads_weights
-    def composed(self, layer: int, layout: Layout, parts: BlockParts, rule: FrozenRule = "frozen") -> AffineMap:
+    def composed(self, layer: int, layout: Layout, parts: PartMaps, rule: FrozenRule = "frozen") -> AffineMap:
         """Return a block composed from its `parts` in the given layout."""
         per_layer = self.per_layer(layer, rule)
         ends = self.ends(layer, parts.norms)
@@ -457,7 +457,7 @@ class Blocks(ABC):
         block = self.sublayers(layer, layout, parts)
         return Chain((*stages_of(block), *ends)) if ends else block
 
-    def sublayers(self, layer: int, layout: Layout, parts: BlockParts) -> AffineMap:
+    def sublayers(self, layer: int, layout: Layout, parts: PartMaps) -> AffineMap:
         """Return a block from its `parts` up to both sublayers; additions by hooks go with their sublayer."""
         middle, late = self.stream_offsets(layer, mlp=parts.mlp is not None)
         return compose(layout, *parts, middle=middle, late=late)

@@ -31,7 +31,7 @@ from tensorlens_tl.models import (
     Layout,
     MlpChoice,
     Query,
-    check_rule,
+    known_rule,
 )
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps, Routes
@@ -287,7 +287,7 @@ class FrozenPass(Linearisation):
             InvalidInputError: no such layer, head or rule.
             FrozenModelError: the model has changed since the pass.
         """
-        check_rule(rule)
+        known_rule(rule)
         self.check_fresh()
         if heads is not None:
             heads = chosen_heads(self, layer, range(self.n_layers), heads)
@@ -336,7 +336,7 @@ class FrozenPass(Linearisation):
         >>> torch.allclose(held, model(text), atol=1e-3)
         True
         """
-        check_rule(rule)
+        known_rule(rule)
         self.check_fresh()
         refuse_dropout(self.view.model)
         refuse_attached(self.model)

@@ -207,8 +207,8 @@ class Linearisation(ABC):
         return result
 
 
-def check_linearisation(frozen: Any) -> None:
-    """Raise `InvalidInputError` if the argument is neither a frozen pass nor a difference."""
+def check_explained(frozen: Any) -> None:
+    """Raise `InvalidInputError` unless the argument is a frozen pass or the difference of two."""
     if not isinstance(frozen, Linearisation):
         raise InvalidInputError(
             f"a frozen pass is needed, got {type(frozen).__name__}: tlens.freeze(model, text) returns one."

@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, chi_square_quantile, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models import FrozenRule, HeadChoice, LayerRange, MlpChoice, Query, TokenLike, check_rule
+from tensorlens_tl.models import FrozenRule, HeadChoice, LayerRange, MlpChoice, Query, TokenLike, known_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.target import (
@@ -220,7 +220,7 @@ class FrozenOperator:
         rule: FrozenRule = "frozen",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
-        rule = check_rule(rule)
+        rule = known_rule(rule)
         chosen = chosen_layers(frozen.n_layers, layers)
         if not isinstance(heads or {}, Mapping):
             raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
@@ -741,12 +741,10 @@ class FrozenOperator:
         vectors: Float[Tensor, "row batch *live d"],
         queries: Queries,
         sources: list[int] | None = None,
-        biases: BiasTerms | None = None,
     ) -> Float[Tensor, "row batch live d_in"]:
         """Pull vectors from their queries to the source tokens: to the first `live` of them, as far as they reach."""
         vectors = vectors.to(self.x.dtype)
-        length = self.x.shape[1]
-        return through.pull_between(vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
+        return through.pull_between(vectors, queries, sources, self.x.shape[1], causal=self.frozen.causal)
 
     def _positions(self, query: Query) -> Int[Tensor, "batch query"]:
         return query_positions(self.frozen.prompt, query)

@@ -21,7 +21,7 @@ from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
+from tensorlens_tl.passes.linearisation import Linearisation, check_explained
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.target import resolve_target
 
@@ -84,7 +84,7 @@ def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
         InvalidInputError: not a frozen pass, or a difference, whose two runs have one each.
         UnsupportedModelError: the model embeds no patches, or they do not give the stream that enters its first block.
     """
-    check_linearisation(frozen)
+    check_explained(frozen)
     if len(frozen.runs) > 1:
         raise InvalidInputError("patch_embedding: a difference has two runs; pass one of them, difference.a.")
     weights = frozen.view.patches
@@ -169,7 +169,7 @@ def pixel_scores(
     Raises:
         InvalidInputError, UnsupportedModelError: see `patch_embedding` and `FrozenOperator.target`.
     """
-    check_linearisation(frozen)
+    check_explained(frozen)
     embedding, rest = _pixels_and_rest(frozen)
     operator = FrozenOperator.of(frozen, rule=rule)
     collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)

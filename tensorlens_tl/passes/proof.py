@@ -27,7 +27,7 @@ from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, keep_in, observe
 from tensorlens_tl.models import BlockView, FrozenRule, Layout, ModelView, Place, Query, candidates
 from tensorlens_tl.models.lifecycle import OncePerWeights
-from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts, check_loop
+from tensorlens_tl.passes.block_maps import BlockMaps, PartMaps, check_loop
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 
@@ -179,7 +179,7 @@ class BlockErrors(NamedTuple):
         return next((write for write in self.writes if not write.error <= tolerance), None)
 
 
-def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Tensor]) -> BlockParts:
+def tapped(parts: PartMaps, seen: dict[str, Tensor], factors: Mapping[str, Tensor]) -> PartMaps:
     """Return a block's parts with taps that record intermediate results in `seen`, after multiplying by `factors`.
 
     ``"heads"``, ``"hidden"`` and ``"crossing"`` are inside heads, the MLP and cross-attention, ``"attention"`` and
@@ -816,7 +816,7 @@ class _BlockProof:
             noted["heads"], attention = attention_at(maps, self.layer, layout, self.positions)
             maps = maps.with_capture(maps.capture.block_at(self.layer, self.positions))
             norms = {name: maps.norm(self.layer, name) for name in maps.view.blocks[self.layer].norms}
-            parts = BlockParts(attention, maps.mlp(self.layer), norms)
+            parts = PartMaps(attention, maps.mlp(self.layer), norms)
         block = maps.composed(self.layer, layout, tapped(parts, noted, factors))
         reads = maps.capture.resid_pre(self.layer)
         if "reads" in factors:

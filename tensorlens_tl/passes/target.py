@@ -12,7 +12,7 @@ from tensorlens_tl._arguments import nearest, plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, LayerRange, ModelView, Query, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, is_all, query_positions, span_positions
-from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
+from tensorlens_tl.passes.linearisation import Linearisation, check_explained
 from tensorlens_tl.passes.texts import text_ids, token_text
 
 EACH_NEXT = "each query's next token"
@@ -264,7 +264,7 @@ def resolve_target(
         InvalidInputError: both kinds, target and minus the same, a wrong shape, or an error of `token_ids`.
         UnsupportedModelError: the target is a token, but the model's logits are not ``cap(W_U·x + b_U)``.
     """
-    check_linearisation(frozen)
+    check_explained(frozen)
     if positions is None:
         positions = query_positions(frozen.prompt, -1)
     if direction is not None:

@@ -65,7 +65,7 @@ class Difference(Linearisation):
     def str_tokens(self) -> list[list[str]]:
         """Readable tokens; where the two prompts differ, ``"first|second"``."""
         pairs = zip(self.a.str_tokens, self.b.str_tokens, strict=True)
-        return [[_of_both(*tokens) for tokens in zip(*pair, strict=True)] for pair in pairs]
+        return [[a if a == b else f"{a}|{b}" for a, b in zip(*pair, strict=True)] for pair in pairs]
 
     @property
     def tolerance(self) -> float:
@@ -192,10 +192,6 @@ class Difference(Linearisation):
             f"{parts}: its parts miss the difference of the models' own numbers by {gap:.1e} of their size beyond "
             f"rounding, but the proof allows {self.allowed_gap:.1e}. Load the model in a wider dtype."
         )
-
-
-def _of_both(first: str, second: str) -> str:
-    return first if first == second else f"{first}|{second}"
 
 
 @checked_names
