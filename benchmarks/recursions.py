@@ -20,9 +20,7 @@ def scans() -> Lines:
     """
     from tensorlens_tl.algebra import recursion
 
-    yield table(
-        "rows, positions, width", "threads", "scan and adjoint", "sequential alone", "chunked", "prefix", "chosen"
-    )
+    yield table("rows, positions, width", "threads", "scan and adjoint", "sequential alone", "prefix", "chosen")
     for shape in ((1, 128, 32), (16, 128, 32), (1, 64, 128), (1, 1024, 256), (8, 256, 256), (1, 1024, 768)):
         for threads in THREADS:
             torch.set_num_threads(threads)
@@ -38,7 +36,7 @@ def scans() -> Lines:
                 a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
                 scan(a, b).sum().backward()
 
-            ways = {"sequential": recursion.sequential, "chunked": recursion.chunked, "prefix": recursion.prefix}
+            ways = {"sequential": recursion.sequential, "prefix": recursion.prefix}
             calls = {
                 "literal": lambda both=both, literal=literal: both(literal),
                 "scan": lambda both=both: both(recursion.scan),
@@ -46,7 +44,7 @@ def scans() -> Lines:
                 **{name: lambda way=way, x=x, weight=weight: way(x, weight) for name, way in ways.items()},
             }
             seconds = interleaved(calls, 10)
-            alone = [seconds[name] / seconds["sequential"] for name in ("sequential", "chunked", "prefix", "fastest")]
+            alone = [seconds[name] / seconds["sequential"] for name in ("sequential", "prefix", "fastest")]
             yield row(f"{shape}", threads, seconds["scan"] / seconds["literal"], *alone)
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from tensorlens_tl.algebra import DiagonalRecursion, Recursion
-from tensorlens_tl.algebra.recursion import chunked, diagonal_scan, doubling, fastest, prefix, scan, sequential
+from tensorlens_tl.algebra.recursion import diagonal_scan, doubling, fastest, prefix, scan, sequential
 
 pytestmark = pytest.mark.numeric
-WAYS = {way.__name__: way for way in (sequential, chunked, prefix, doubling, fastest, scan)}
+WAYS = {way.__name__: way for way in (sequential, prefix, doubling, fastest, scan)}
 
 
 def normal(*shape):

@@ -5,11 +5,9 @@
 layers with their gates held fixed. Both are linear and causal; their adjoints are the same recursions from the last
 position to the first.
 
-Going through positions sequentially takes many small products. A *chunked* scan advances all chunks in parallel, one
-position at a time, and then adds what each chunk receives from those before it; a *prefix* scan (Blelloch 1990) pairs
-neighbours, solves the pairs, and fills in the positions between. Both do the arithmetic twice, in far fewer steps.
-*Doubling* (Hillis & Steele 1986) does it log2(pos) times, in the fewest steps: best for few vectors. `scan` chooses the
-cheapest.
+Going through positions sequentially takes many small products. A *prefix* scan (Blelloch 1990) pairs neighbours, solves
+the pairs, and fills in the positions between: twice the arithmetic, in far fewer steps. *Doubling* (Hillis & Steele
+1986) does it log2(pos) times, in the fewest steps: best for few vectors. `scan` chooses the cheapest.
 
 State-space layers (Mamba 1 and 2, and their hybrids): with Δ, B and C fixed at their values for one input, a selective
 scan is linear in its input, with an implicit attention (Ali, Zimerman & Wolf 2024). In each channel, the weight of
@@ -37,8 +35,6 @@ from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.algebra.positions import Where, shared
 from tensorlens_tl.algebra.primitives import largest_singular_value
 
-CHUNK = 16
-"""Positions per chunk."""
 STEP = 800_000
 """The overhead of a step, as a number of multiplications and additions (measured on a CPU)."""
 
@@ -244,7 +240,6 @@ def fastest(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Fl
     rounds = max(1, (pos - 1).bit_length())
     costs = {
         sequential: pos * STEP + vectors,
-        chunked: (CHUNK + pos / CHUNK) * STEP + 2 * vectors + CHUNK * power,
         prefix: rounds * (4 * STEP + power) + 2 * vectors,
         doubling: rounds * (2 * STEP + power + vectors),
     }
@@ -258,24 +253,6 @@ def sequential(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) ->
     for position in range(1, x.shape[-2]):
         y[..., position, :] = x[..., position, :] + y[..., position - 1, :] @ weight
     return y
-
-
-def chunked(
-    x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"], size: int = CHUNK
-) -> Float[Tensor, "*rows pos d"]:
-    """Scan all chunks in parallel, one position at a time; then add what each chunk receives from those before it."""
-    pos, width = x.shape[-2:]
-    chunks = -(-pos // size)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, chunks * size - pos)).unflatten(-2, (chunks, size))
-    inside = sequential(padded, weight)
-    powers = [weight]
-    for _ in range(size - 1):
-        powers.append(powers[-1] @ weight)
-    ends = fastest(inside[..., -1, :], powers[-1])
-    handed = torch.cat(powers, dim=1)  # the state that enters a chunk is multiplied by W, W², … inside
-    carried = (ends[..., :-1, :] @ handed).unflatten(-1, (size, width))
-    inside[..., 1:, :, :] += carried
-    return inside.reshape(*x.shape[:-2], -1, width)[..., :pos, :]
 
 
 def prefix(x: Float[Tensor, "*rows pos d"], weight: Float[Tensor, "d d"]) -> Float[Tensor, "*rows pos d"]:
