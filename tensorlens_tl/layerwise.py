@@ -39,6 +39,7 @@ from tensorlens_tl.algebra import (
     Norm,
     SelectiveScan,
     Sum,
+    ones_at,
     stages_of,
 )
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
@@ -437,9 +438,7 @@ def _convolved(gated: Chain, like: Tensor, channels: bool, memory: Memory) -> Fl
     check_size("implicit_attention", (batch, heads, pos, pos), like)
     attention = like.new_empty(pos, batch, pos, heads)
     for keys in chunks(pos, 4 * like.numel() * like.element_size(), memory, "implicit attention"):
-        ones = like.new_zeros(len(keys), batch, pos, width)
-        ones[torch.arange(len(keys)), :, torch.tensor(keys)] = 1
-        pushed = gated.push(ones)
+        pushed = gated.push(ones_at(keys, like))
         if not channels:
             pushed = pushed.abs().mean(-1, keepdim=True)
         attention[keys.start : keys.stop] = pushed

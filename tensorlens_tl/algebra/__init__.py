@@ -35,6 +35,7 @@ from tensorlens_tl.algebra.recursion import (
     DiagonalRecursion,
     Recursion,
     SelectiveScan,
+    ones_at as ones_at,
     scan as scan,
     scan_where as scan_where,
     spectral_radius as spectral_radius,

@@ -427,10 +427,7 @@ class SelectiveScan(WithoutBias, MixingMap):
 
     def _columns(self, keys: range) -> Float[Tensor, "key batch query head"]:
         """Return the columns of α at some keys: every query's output for a 1 at the key."""
-        batch, pos, heads = self.delta.shape
-        ones = self.delta.new_zeros(len(keys), batch, pos, heads)
-        ones[torch.arange(len(keys)), :, torch.tensor(keys)] = 1
-        return replace(self, head_dim=1).push(ones)
+        return replace(self, head_dim=1).push(ones_at(keys, self.delta))
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         heads = x.to(torch.promote_types(x.dtype, self.delta.dtype)).unflatten(-1, (-1, self.head_dim))
@@ -441,6 +438,13 @@ class SelectiveScan(WithoutBias, MixingMap):
         heads = g.to(torch.promote_types(g.dtype, self.delta.dtype)).unflatten(-1, (-1, self.head_dim))
         x = _scanned_back(heads, self.delta, self.A, self.B, self.C) * self.delta[..., None]
         return x.flatten(-2).to(g.dtype)
+
+
+def ones_at(keys: range, like: Float[Tensor, "batch pos d"]) -> Float[Tensor, "key batch pos d"]:
+    """Return a row for each key: 1 at the key in every channel, zero elsewhere."""
+    ones = like.new_zeros(len(keys), *like.shape)
+    ones[torch.arange(len(keys)), :, torch.tensor(keys)] = 1
+    return ones
 
 
 # ------------------------------------------------------------------ scans

@@ -58,6 +58,7 @@ from tensorlens_tl.circuits.stream import (
     StreamTarget,
     Sublayer,
     dot,
+    normed,
     stream_target,
     summed_by_name,
     token_pairs,
@@ -66,7 +67,6 @@ from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, changed_calls, states_and_logits
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, LayerRange, Query, TokenLike
-from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import error_at, in_one_batch, prove_obedience
@@ -734,26 +734,17 @@ def _end(frozen: FrozenPass, layer: int, to_tokens: bool) -> Float[Tensor, "batc
     view = frozen.view
     x = upcast(frozen.resid_pre(layer))
     if view.final_norm is not None:
-        x = _normed(frozen, view.final_norm, view.final_norm_name, x)
+        x = normed(view, view.final_norm, view.final_norm_name, x)
     if not to_tokens:
         return x
     classes, head = view.class_head, view.mlm_head
     if classes is not None:  # one answer for all positions
         x = x[:, : classes.tokens].mean(1, keepdim=True).expand_as(x)
-        return x if classes.norm is None else _normed(frozen, classes.norm, "classifier_ln", x)
+        return x if classes.norm is None else normed(view, classes.norm, "classifier_ln", x)
     if head is None:
         return x
     x = head.activation(Linear(head.W, head.b)(x))
-    return x if head.norm is None else _normed(frozen, head.norm, head.scale_name, x)
-
-
-def _normed(frozen: FrozenPass, norm: NormWeights, name: str | None, x: Tensor) -> Float[Tensor, "batch pos d_model"]:
-    """Apply a norm with the scale of this stream; `name` is its module (or its hook point), if it has one."""
-    if norm.epsilon is None:
-        assert name is not None  # it has a hook point of its own
-        module = frozen.view.model.get_submodule(name.removesuffix(".hook_scale"))
-        norm = replace(norm, epsilon=norm_epsilon(module, frozen.view.cfg))
-    return Norm(norm.scale_of(x), norm.gain, norm.shift, norm.centre)(x)
+    return x if head.norm is None else normed(view, head.norm, head.scale_name, x)
 
 
 MOST_PATHS = 100_000

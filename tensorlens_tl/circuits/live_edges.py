@@ -17,7 +17,7 @@ counts as part of their read.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.live import hidden_point
-from tensorlens_tl.circuits.stream import Step, Stream, StreamTarget, Sublayer
+from tensorlens_tl.circuits.stream import Step, Stream, StreamTarget, Sublayer, normed
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     Placing,
@@ -45,7 +44,7 @@ from tensorlens_tl.hooks import (
     run,
 )
 from tensorlens_tl.models.names import ENCODER_NORM
-from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
+from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes import PassLike
 from tensorlens_tl.passes.live import replace_forward, rows_of
 
@@ -170,8 +169,8 @@ class LiveEdges:
             attended = (encoder_end(self.readout.stream), (0, side[0]), self.encoder_norm)
         of_keys, of_values = weights.W_K.shape[1], attention.W_V.shape[1]
         widths = weights.W_Q.shape[1] // attention.heads, of_keys // attention.kv_heads, of_values // attention.kv_heads
-        for normed in (weights.q_norm, weights.k_norm):
-            if normed is not None and normed.gain is not None and normed.gain.numel() != widths[0]:
+        for inner in (weights.q_norm, weights.k_norm):
+            if inner is not None and inner.gain is not None and inner.gain.numel() != widths[0]:
                 raise self.refusal(f"{block.name}: its queries are normed over all heads together")
         stem = heads.z.removesuffix("hook_z")
         reads = zip(
@@ -198,9 +197,7 @@ class LiveEdges:
         """Apply a norm as the live model computes it; its gain may be kept outside its module."""
         if norm is None:
             return x
-        view = self.frozen.view
-        live = replace(norm, epsilon=norm_epsilon(view.model.get_submodule(name), view.cfg))
-        return Norm(live.scale_of(x), live.gain, live.shift, live.centre)(x)
+        return normed(self.frozen.view, norm, name, x)
 
     def number(
         self, decoder: Float[Tensor, "row batch pos d"], encoder: Float[Tensor, "row batch pos d"]

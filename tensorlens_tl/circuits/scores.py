@@ -296,8 +296,7 @@ class HeadScore:
         shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
         if name not in shown:
             return
-        if self.reading.soft_cap is not None:
-            score = self.reading.soft_cap * torch.tanh(score / self.reading.soft_cap)
+        score = self.reading.capped(score)
         if self.reading.alibi is not None:
             # a run takes the last rows of the table of its longest prompt; a row of a later query adds a constant to
             # all of its keys, which cancels in the softmax

@@ -53,10 +53,10 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.core import Paired, Recorded
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, hook_points
-from tensorlens_tl.models import FrozenRule, LayerRange, Place, Query, TokenLike, Within, known_rule
+from tensorlens_tl.models import FrozenRule, LayerRange, ModelView, Place, Query, TokenLike, Within, known_rule
 from tensorlens_tl.models.names import ENCODER_NORM, ENTRY_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.offload import loaded
-from tensorlens_tl.models.parameters import norm_weights
+from tensorlens_tl.models.parameters import NormWeights, norm_epsilon, norm_weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, check_explained
 from tensorlens_tl.passes.inputs import one_query, query_positions
@@ -960,6 +960,15 @@ def summed_by_name(
     shape = list(values.shape)
     shape[dim] = len(numbers)
     return list(numbers), values.new_zeros(shape).index_add_(dim, index, values)
+
+
+def normed(view: ModelView, norm: NormWeights, name: str | None, x: Tensor) -> Float[Tensor, "*any d"]:
+    """Apply a norm with the scale of these vectors; `name` is its module (or its hook point), if it has one."""
+    if norm.epsilon is None:
+        assert name is not None  # it has a hook point of its own
+        module = view.model.get_submodule(name.removesuffix(".hook_scale"))
+        norm = replace(norm, epsilon=norm_epsilon(module, view.cfg))
+    return norm.held(x)(x)
 
 
 def dot(g: Float[Tensor, "*rows batch pos d"], x: Tensor) -> Float[Tensor, "*rows batch"]:

@@ -12,8 +12,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import FrozenPass, note_rounding
-from tensorlens_tl.passes.backward import entering
+from tensorlens_tl.passes import FrozenPass, entering, note_rounding
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import repeated
 from tensorlens_tl.passes.target import explained_tokens, logit_label, target_ids

@@ -403,7 +403,8 @@ class BlockView:
         step = getattr(module, "step", None)
         if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
             raise self.refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
-        return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
+        L_inv, M = floating(entry, "whitening.L_inv", self.refuse), floating(step, "whitening.M", self.refuse)
+        return WhiteningWeights(L_inv, M)
 
     @weights_read
     def attention(self) -> AttentionWeights:
@@ -614,9 +615,6 @@ class BlockView:
                 "operator and everything based on it work; this needs one MLP for all tokens."
             )
         return self.mlp
-
-    def _floating(self, weight: Tensor, name: str) -> Tensor:
-        return floating(weight, name, self.refuse)
 
 
 # ------------------------------------------------------------------ what a frozen run, or a method, needs

@@ -467,6 +467,10 @@ class NormWeights:
         assert self.epsilon is not None
         return (centred(upcast(x), self.centre).square().mean(-1, keepdim=True) + self.epsilon).sqrt()
 
+    def held(self, x: Float[Tensor, "*any d"]) -> Norm:
+        """Return the norm with the scale of this input."""
+        return Norm(self.scale_of(x), self.gain, self.shift, self.centre)
+
     def scales(self, x: Float[Tensor, "*any width"], groups: int) -> Float[Tensor, "*any group"]:
         """Return the scale of each of several equal groups of channels."""
         return self.scale_of(x.unflatten(-1, (groups, -1)))[..., 0]
@@ -663,7 +667,7 @@ class InnerValues:
 
     def held(self, read: Float[Tensor, "batch pos width"]) -> Norm:
         """Return a latent vector's norm, with its scale held."""
-        return Norm(self.norm.scale_of(read), self.norm.gain, self.norm.shift, self.norm.centre)
+        return self.norm.held(read)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@
 from typing import TYPE_CHECKING, Any
 
 from tensorlens_tl.passes.backward import (
+    entering as entering,
     note_rounding as note_rounding,
     rule_scores as rule_scores,
     run_under_rule as run_under_rule,

@@ -1014,5 +1014,4 @@ class BlockMaps(Blocks):
             return Chain(inside)
         if head.scale_name is not None:
             return Chain((*inside, self._norm(head.norm, head.scale_name)))
-        scale = head.norm.scale_of(Chain(inside)(self.capture.output))
-        return Chain((*inside, Norm(scale, head.norm.gain, head.norm.shift, head.norm.centre)))
+        return Chain((*inside, head.norm.held(Chain(inside)(self.capture.output))))
