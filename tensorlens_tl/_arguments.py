@@ -329,6 +329,23 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     return number
 
 
+def real_number(name: str, value: Any, fits: Callable[[float], bool], words: str) -> float:
+    """Return a number of any kind (Python's, numpy's or torch's) as Python's, if it `fits`; `words` say what does.
+
+    Raises:
+        InvalidInputError: not a number, a boolean, or one that does not fit.
+    """
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not fits(number):
+        raise InvalidInputError(f"{name}={value!r}: {words}.")
+    return number
+
+
+def confidence(level: Number) -> float:
+    """Return the level of an interval; anything that is not between 0 and 1 raises `InvalidInputError`."""
+    return real_number("level", level, lambda x: 0 < x < 1, "pass a confidence between 0 and 1")
+
+
 MOST = 1_000_000
 """The largest number of runs, draws or prompts in one call; with many more, memory or patience would run out."""
 
@@ -340,7 +357,7 @@ def whole_count(name: str, value: Any, least: int = 1, why: str = "") -> int:
 
 def whole_seed(seed: Any, least: int = -(2**63)) -> int:
     """Return a seed that torch's generators accept; see `whole_number`."""
-    return whole_number("seed", seed, least, 2**64 - 1)
+    return whole_number("seed", whole_number("seed", seed, least), most=2**64 - 1)
 
 
 def refuse_meta(name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tensorlens_tl as tlens
-from tensorlens_tl import circuits, compress, evaluate
+from tensorlens_tl import circuits, compress, evaluate, whitening
 from tensorlens_tl.testing import tiny_model
 
 nan = float("nan")
@@ -90,6 +90,28 @@ def test_seeds_are_integers_of_any_kind(seed):
             with pytest.raises(tlens.InvalidInputError, match="seed="):
                 call(wrong)
     assert circuits.spectral_norm(frozen.operator(), seed=-seed) > 0
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
+def test_numbers_are_of_any_kind(half):
+    """Shares, levels and tolerances; True is none."""
+    model = tiny_model("bridge/gpt2")
+    frozen = tlens.freeze(model, torch.tensor([[7, 11, 23, 31]]))
+    x = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    calls = {
+        "noise": lambda share: evaluate.stability(model, frozen.tokens, ["ifr"], draws=1, noise=share).values,
+        "level": lambda share: torch.stack(evaluate.bootstrap_interval([1.0, 2.0, 4.0], share)),
+        "threshold": lambda share: torch.tensor(len(circuits.contribution_graph(frozen, 5, threshold=share).edges)),
+        "tol": lambda share: frozen.operator().norm(tol=share).scores,
+        "reach": lambda share: whitening.estimate(x, reach=share).M,
+        "tolerance": lambda share: tlens.attribute(model, frozen.tokens, 5, tolerance=share).scores,
+    }
+    for name, call in calls.items():
+        assert torch.equal(call(half), call(0.5))
+        with pytest.raises(tlens.InvalidInputError, match=f"{name}=True"):
+            call(True)
+    probes = np.int64(3)
+    assert torch.equal(frozen.operator().norm(probes=probes).scores, frozen.operator().norm(probes=3).scores)
 
 
 def test_seeds_of_several_runs_are_integers_of_any_kind():

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, real_number, whole_number
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 
@@ -35,15 +35,16 @@ NEGLIGIBLE = 0.01
 """Pairs below this share of their query's largest norm need not reach the tolerance."""
 
 
-def check_probes(probes: Any, tol: Any, rows: Any) -> None:
-    """Raise `InvalidInputError` for arguments that define no estimate."""
+def check_probes(probes: Any, tol: Any, rows: Any) -> tuple[int | None, float | None]:
+    """Return the first two as Python's numbers; raise `InvalidInputError` for arguments that define no estimate."""
     check_choice("rows", rows, ROWS)
     if probes is not None and tol is not None:
         raise InvalidInputError("norm: pass either probes= (the number of rows) or tol= (the accuracy), not both.")
-    if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 2):
-        raise InvalidInputError(f"probes={probes!r}: a standard error needs at least 2.")
-    if tol is not None and not (isinstance(tol, (int, float)) and tol > 0):
-        raise InvalidInputError(f"tol={tol!r}: pass the relative standard error to reach, such as 0.05.")
+    if probes is not None:
+        probes = whole_number("probes", probes, 2, why="for a standard error")
+    if tol is not None:
+        tol = real_number("tol", tol, lambda x: x > 0, "pass the relative standard error to reach, such as 0.05")
+    return probes, tol
 
 
 class Estimate(NamedTuple):

@@ -47,7 +47,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Number, checked_names, formerly, real_number, whole_number
 from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
@@ -663,6 +663,7 @@ def contribution_graph(
     True
     """
     check_options(threshold, neurons, sources, features)
+    threshold = float(threshold)
     if nodes is not None and not (isinstance(nodes, float) and 0 < nodes < 1):
         nodes = whole_number("contribution_graph: nodes", nodes, 1, why="or a share of the target between 0 and 1")
     if features is not None and dictionaries in (None, [], ()):
@@ -701,8 +702,7 @@ def contribution_graph(
 
 def check_options(threshold: Number, neurons: Share, sources: Share, features: Share = None) -> None:
     """Raise `InvalidInputError` for options that `contribution_graph` rejects, before there is a pass."""
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    real_number("threshold", threshold, lambda x: 0 <= x <= 1, "a share of the largest edge, from 0 to 1")
     for name, value in {"neurons": neurons, "sources": sources, "features": features}.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, Seed, checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Number, Seed, checked_names, formerly, real_number, whole_number
 from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import MapLike, OperatorLike, Whole
@@ -87,8 +87,7 @@ def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: Seed = 0) -> fl
     >>> tlens.circuits.spectral_norm(frozen.operator()) > tlens.circuits.spectral_norm(frozen.operator(layers=[3]))
     True
     """
-    if not isinstance(tol, (int, float)) or not tol > 0:
-        raise InvalidInputError(f"tol={tol!r}: pass a positive number.")
+    tol = real_number("tol", tol, lambda x: x > 0, "pass a positive number")
     import numpy as np
     from scipy.sparse import linalg
 
@@ -264,8 +263,8 @@ def frozen_error_bound(
     op, x = _other_input(frozen, x, rule)
     if norm is None:
         norm = spectral_norm(op)
-    if not isinstance(norm, (int, float)) or not norm > 0:
-        raise InvalidInputError(f"norm={norm!r}: pass the tensor's spectral norm or a bound of it, a positive number.")
+    words = "pass the tensor's spectral norm or a bound of it, a positive number"
+    norm = real_number("norm", norm, lambda x: x > 0, words)
     end = frozen.capture.output_name(frozen.n_layers - 1)
     if frozen.maps.final_norm() is not None:
         end = frozen.points.output

@@ -28,7 +28,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Seed, check_choice, checked_names, plain, whole_number, whole_seed
+from tensorlens_tl._arguments import Seed, check_choice, checked_names, plain, real_number, whole_number, whole_seed
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.weights import as_pass, as_view
@@ -351,12 +351,8 @@ def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
 
 def positive(name: str, value: Number, most: float = math.inf) -> float:
     """Return a positive number of any kind (also numpy's and torch's), at most `most`."""
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        if most == math.inf:
-            raise InvalidInputError(f"{name}={value!r}: pass a positive number.")
-        raise InvalidInputError(f"{name}={value!r}: pass a number above 0, at most {most:g}.")
-    return float(value)
+    words = "pass a positive number" if most == math.inf else f"pass a number above 0, at most {most:g}"
+    return float(real_number(name, value, lambda x: 0 < x <= most, words))
 
 
 def _check_tensor(tensor: Tensor) -> None:

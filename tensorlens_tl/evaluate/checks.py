@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import Number, Seed, Whole, checked_names, whole_count, whole_number
+from tensorlens_tl._arguments import Number, Seed, Whole, checked_names, real_number, whole_count, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.scorers import Methods, Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import hooked, lock_of
@@ -156,8 +156,7 @@ def stability(
     >>> list(evaluate.stability(model, [text], ["ifr"], draws=1).metrics)
     ['similarity']
     """
-    if not isinstance(noise, int | float) or not noise > 0:
-        raise InvalidInputError(f"noise={noise!r}: pass a positive share, such as 0.01.")
+    noise = real_number("noise", noise, lambda x: x > 0, "pass a positive share, such as 0.01")
     draws = whole_count("draws", draws)
     scorers = scorers_of(methods, seed=seed)
     frozen = freeze(model, prompts, **freezing)

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import Number, Seed, check_choice, checked_names
+from tensorlens_tl._arguments import Number, Seed, check_choice, checked_names, real_number
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
@@ -336,8 +336,7 @@ def _split(
     prompts: int, share: Number, several: bool, seed: int
 ) -> tuple[Int[Tensor, "chosen"], Int[Tensor, "reported"]]:
     """Which prompts candidates are chosen on, and which are reported."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-        raise InvalidInputError(f"validation={share!r}: pass a share of the prompts, above 0 and below 1.")
+    share = real_number("validation", share, lambda x: 0 < x < 1, "pass a share of the prompts, above 0 and below 1")
     count = 0
     if several:
         count = max(1, round(share * prompts))

@@ -53,7 +53,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import Seed, Whole, checked_names, whole_count, whole_number
+from tensorlens_tl._arguments import Seed, Whole, checked_names, real_number, whole_count, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
@@ -419,8 +419,8 @@ def known_components(
         raise InvalidInputError(
             f"task={type(task).__name__}: pass KnownComponents, such as demo.program('induction').components()."
         )
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
-        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest score, above 0 and at most 1.")
+    words = "a share of the largest score, above 0 and at most 1"
+    threshold = real_number("threshold", threshold, lambda x: 0 < x <= 1, words)
     steps = whole_count("steps", steps)
     chosen = checked_methods(methods, COMPONENT_METHODS)
     work = PairWork(model, task.pairs, only_correct)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names
+from tensorlens_tl._arguments import checked_names, real_number
 from tensorlens_tl.algebra import HeldScores, spectral_radius
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import InvalidInputError, NumericalError, TensorLensError, UnsupportedModelError, warn_caller
@@ -462,9 +462,9 @@ class FreezeOptions:
             raise InvalidInputError(f"store={self.store!r}; use 'model' or 'cpu'.")
         if self.patterns not in ("keep", "recompute"):
             raise InvalidInputError(f"patterns={self.patterns!r}; use 'keep' or 'recompute'.")
-        tolerance = self.tolerance
-        if tolerance is not None and (not isinstance(tolerance, int | float) or not tolerance > 0):
-            raise InvalidInputError(f"tolerance={tolerance!r}; pass a positive number, or None for the dtype's own.")
+        if self.tolerance is not None:
+            words = "pass a positive number, or None for the dtype's own"
+            real_number("tolerance", self.tolerance, lambda x: x > 0, words)
         if not isinstance(self.verify, bool) and self.verify != "sample":
             raise InvalidInputError(
                 f"verify={self.verify!r}; use True (every block at every token), 'sample' (every block at a few "
@@ -474,7 +474,7 @@ class FreezeOptions:
     def tolerance_of(self, view: ModelView, dtype: torch.dtype) -> float:
         """Return the given tolerance, or the default for the narrowest dtype that a model with this stream uses."""
         if self.tolerance is not None:
-            return self.tolerance
+            return float(self.tolerance)
         return TOLERANCE.get(torch.float32 if view.norms_in_float32 else dtype, 1e-4)
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, Whole, whole_seed
+from tensorlens_tl._arguments import Number, Whole, confidence, whole_seed
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
@@ -93,8 +93,7 @@ class Collapse:
         >>> bool((low <= norms.scores).all() and (norms.scores <= high).all())
         True
         """
-        if not 0 < level < 1:
-            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        level = confidence(level)
         if self.freedom is None:
             return self.scores, self.scores
         return self._end((1 + level) / 2), self._end((1 - level) / 2)
@@ -409,7 +408,7 @@ class FrozenOperator:
         >>> frozen.operator().norm().scores.shape
         torch.Size([1, 1, 7])
         """
-        check_probes(probes, tol, rows)
+        probes, tol = check_probes(probes, tol, rows)
         positions = self._positions(query)
         sources = chosen_keys(self.frozen.prompt, keys)
         is_estimated = probes is not None or tol is not None

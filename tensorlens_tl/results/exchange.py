@@ -27,7 +27,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, real_number
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
@@ -105,9 +105,8 @@ class SharedGraph(Scored):
         """
         if not slug:
             raise InvalidInputError("slug: empty; it names the graph and its file.")
-        number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
-        if not number or not 0 <= node_threshold <= 1:
-            raise InvalidInputError(f"node_threshold={node_threshold!r}: pass a share of all nodes' size, from 0 to 1.")
+        words = "pass a share of all nodes' size, from 0 to 1"
+        node_threshold = real_number("node_threshold", node_threshold, lambda x: 0 <= x <= 1, words)
         import tensorlens_tl
 
         traced = self._traced()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, check_choice
+from tensorlens_tl._arguments import Number, check_choice, real_number
 from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
@@ -160,8 +160,8 @@ class ContributionGraph(SharedGraph):
         >>> len(graph.prune(0.5).edges) <= len(graph.edges)
         True
         """
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise InvalidInputError(f"share={share!r}: the share of the edges' size to keep, above 0 and at most 1.")
+        words = "the share of the edges' size to keep, above 0 and at most 1"
+        share = real_number("share", share, lambda x: 0 < x <= 1, words)
         sizes = np.abs(self.edges["weight"].to_numpy(float))
         order = sizes.argsort()[::-1]
         large = np.zeros(len(sizes), dtype=bool)

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import confidence
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import EdgeScores
 from tensorlens_tl.results.scores import Bars, Scored
-from tensorlens_tl.results.statistics import check_level
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _rest(
 ) -> "pd.DataFrame":
     import pandas as pd
 
-    check_level(level)
+    level = confidence(level)
     unmeasured = ~measured.all(1)
     size = scores.double().abs().sum(1).clamp_min(torch.finfo(torch.float64).tiny)
     shares = [(end / size * unmeasured).tolist() for end in rest_interval(draws, level)]

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import Whole, whole_count, whole_seed
+from tensorlens_tl._arguments import Number, Whole, confidence, whole_count, whole_seed
 from tensorlens_tl.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -32,14 +32,8 @@ def _read(name: str, values: Numbers) -> Float[Tensor, "*any item"]:
     return read.double()
 
 
-def check_level(level: Any) -> None:
-    """Raise `InvalidInputError` for a confidence outside (0, 1)."""
-    if not isinstance(level, int | float) or not 0 < level < 1:  # True is 1
-        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
-
-
 def bootstrap_interval(
-    values: Numbers, level: int | float = 0.95, *, seed: Whole = 0, resamples: Whole = RESAMPLES
+    values: Numbers, level: Number = 0.95, *, seed: Whole = 0, resamples: Whole = RESAMPLES
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Return the percentile bootstrap interval of the mean over units, the last axis; rows share their resamples.
 
@@ -53,7 +47,7 @@ def bootstrap_interval(
     >>> bool(low < 4.5 < high)
     True
     """
-    check_level(level)
+    level = confidence(level)
     resamples = whole_count("resamples", resamples)
     generator = torch.Generator().manual_seed(whole_seed(seed))
     values = _read("values", values)

@@ -37,7 +37,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import checked_names, real_number, whole_number
 from tensorlens_tl.algebra import scan, spectral_radius
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.drawing.charts import curves
@@ -252,8 +252,8 @@ def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> White
     if not bool(torch.isfinite(x).all()):
         raise NumericalError("estimate: the sequences have values that are not finite.")
     if reach != "auto":
-        _check_share("reach", reach, 1.0)
-    _check_share("ridge", ridge, float("inf"))
+        reach = _checked_share("reach", reach, 1.0)
+    ridge = _checked_share("ridge", ridge, float("inf"))
     wide = x.detach().double()
     mean = wide.mean((0, 1))
     centred = wide - mean
@@ -272,9 +272,8 @@ def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> White
     return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
 
 
-def _check_share(name: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-        raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
+def _checked_share(name: str, value: object, most: float) -> float:
+    return real_number(name, value, lambda x: 0 <= x <= most, f"pass a number from 0 to {most:g}")
 
 
 def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
