@@ -308,7 +308,7 @@ WRONG = {
     "live='error<100%': pass how many": {"live": "error<100%"},
     "live=3, method='gradient': only method='measured'": {"live": 3, "method": "gradient"},
     "live=3, method=None: only method='measured'": {"live": 3, "method": None},
-    "seed=-1: pass 0 to 18446744073709551615": {"seed": -1},
+    "seed=-1: pass at least 0": {"seed": -1},
     "rule='gim', method='measured': a rule says": {"rule": "gim"},
 }
 
