@@ -37,44 +37,30 @@ LAYERS = 2
 
 # --------------------------------------------------------------------------- HookedTransformer, 3.9
 
+_USUAL: Options = {"normalization_type": "LN", "act_fn": "gelu"}
+
 HOOKED: dict[str, Options] = {
-    "ln": {"normalization_type": "LN", "act_fn": "gelu"},
+    "ln": {},
     "lnpre": {"normalization_type": "LNPre", "act_fn": "gelu_new"},
     "rms": {"normalization_type": "RMS", "act_fn": "relu"},
     "rmspre": {"normalization_type": "RMSPre", "act_fn": "silu"},
-    "no-norm": {"normalization_type": None, "act_fn": "gelu"},
-    "attn-only": {"normalization_type": "LN", "attn_only": True},
+    "no-norm": {"normalization_type": None},
+    "attn-only": {"attn_only": True},
     "attn-only-no-norm": {"normalization_type": None, "attn_only": True},
-    "parallel": {"normalization_type": "LN", "parallel_attn_mlp": True, "act_fn": "gelu_new"},
+    "parallel": {"parallel_attn_mlp": True, "act_fn": "gelu_new"},
     "gated": {"normalization_type": "RMS", "gated_mlp": True, "act_fn": "silu"},
-    "gqa": {"normalization_type": "RMS", "n_key_value_heads": 2, "gated_mlp": True, "act_fn": "gelu"},
-    "gqa-ungrouped": {
-        "normalization_type": "LN",
-        "n_key_value_heads": 2,
-        "ungroup_grouped_query_attention": True,
-        "act_fn": "gelu",
-    },
-    "rotary": {"normalization_type": "LN", "positional_embedding_type": "rotary", "rotary_dim": 4, "act_fn": "gelu"},
-    "alibi": {"normalization_type": "LN", "positional_embedding_type": "alibi", "act_fn": "gelu"},
-    "shortformer": {"normalization_type": "LN", "positional_embedding_type": "shortformer", "act_fn": "gelu"},
+    "gqa": {"normalization_type": "RMS", "n_key_value_heads": 2, "gated_mlp": True},
+    "gqa-ungrouped": {"n_key_value_heads": 2, "ungroup_grouped_query_attention": True},
+    "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 4},
+    "alibi": {"positional_embedding_type": "alibi"},
+    "shortformer": {"positional_embedding_type": "shortformer"},
     "sandwich": {"normalization_type": "RMS", "use_normalization_before_and_after": True, "act_fn": "gelu_new"},
     "post-only": {"normalization_type": "RMS", "original_architecture": "Olmo2ForCausalLM", "act_fn": "silu"},
-    "soft-caps": {
-        "normalization_type": "RMS",
-        "attn_scores_soft_cap": 2.0,
-        "output_logits_soft_cap": 3.0,
-        "act_fn": "gelu",
-    },
+    "soft-caps": {"normalization_type": "RMS", "attn_scores_soft_cap": 2.0, "output_logits_soft_cap": 3.0},
     "qk-norm": {"normalization_type": "RMS", "n_key_value_heads": 2, "use_qk_norm": True, "act_fn": "silu"},
     "sinks": {"normalization_type": "RMS", "use_attention_sinks": True, "act_fn": "silu"},
-    "local": {
-        "normalization_type": "LN",
-        "use_local_attn": True,
-        "attn_types": ["global", "local"],
-        "window_size": 2,
-        "act_fn": "gelu",
-    },
-    "bidirectional": {"normalization_type": "LN", "attention_dir": "bidirectional", "act_fn": "gelu"},
+    "local": {"use_local_attn": True, "attn_types": ["global", "local"], "window_size": 2},
+    "bidirectional": {"attention_dir": "bidirectional"},
     "experts": {
         "normalization_type": "RMS",
         "num_experts": 4,
@@ -422,8 +408,8 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def build_hooked(processed: bool = False, **options: Any) -> Any:
-    """A HookedTransformer with other options than `SIZES`, its weights processed or as they are."""
-    config = {**SIZES, **ON_CPU, "default_prepend_bos": False, **options}
+    """A HookedTransformer with other options than usual, its weights processed or as they are."""
+    config = {**SIZES, **ON_CPU, **_USUAL, "default_prepend_bos": False, **options}
     if config.get("attn_only"):
         config["d_mlp"] = None
     model = HookedTransformer(HookedTransformerConfig(**config))
