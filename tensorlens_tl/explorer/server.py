@@ -207,7 +207,7 @@ class Server:
             *(Route(f"/static/{name}", partial(_shared, name)) for name in SHARED),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        self._app = Starlette(routes=routes)
+        self._app = Starlette(routes=routes, exception_handlers={RefusedError: _refuse, ClientDisconnect: _refuse})
         options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
         config = uvicorn.Config(self._guarded, log_level="warning", timeout_graceful_shutdown=2, **options)
         self._server = uvicorn.Server(config)
@@ -272,29 +272,19 @@ class Server:
 
     async def _cancel(self, request: Request) -> Response:
         """Cancel one job."""
-        fields = await _fields(request)
-        if isinstance(fields, Response):
-            return fields
-        number = fields.get("id")
+        number = (await _fields(request)).get("id")
         if type(number) is not int:
             return _error(400, "explorer: id is missing; send the number of a job.")
         return JSONResponse({"cancelled": self.jobs.cancel(number)})
 
     async def _upload(self, request: Request) -> Response:
         """Read an image file, decoded in its turn; answers with its name."""
-        try:
-            file = await _body(request, LARGEST_FILE)
-        except ClientDisconnect:
-            return _error(499, "The page went away.")
-        if file is None:
-            return _error(413, f"An image file has at most {LARGEST_FILE} bytes.")
+        file = await _body(request, "An image file", LARGEST_FILE)
         return await self._in_turn(request, "upload", lambda: {"image": self.session.images.add(file)})
 
     async def _answer(self, request: Request) -> Response:
         """One view, in its turn."""
         fields = await _fields(request)
-        if isinstance(fields, Response):
-            return fields
         view = request.path_params["view"]
         if view == "about":
             return await self._in_turn(request, view, self.session.about)
@@ -329,29 +319,33 @@ class Server:
             return _error(500, f"{type(error).__name__}: {error}")
 
 
-async def _fields(request: Request) -> dict[str, Any] | Response:
-    """The JSON object that was sent, or why it is refused."""
+class RefusedError(Exception):
+    """A request that is answered with a status and why; it ends the function that reads it."""
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """The answer to a request that was refused, or whose page went away meanwhile."""
+    return _error(*error.args) if isinstance(error, RefusedError) else _error(499, "The page went away.")
+
+
+async def _fields(request: Request) -> dict[str, Any]:
+    """The JSON object that was sent; raises `RefusedError`."""
     try:
-        body = await _body(request)
-        if body is None:
-            return _error(413, f"A question has at most {LARGEST_BODY} bytes.")
-        fields = json.loads(body or b"{}")
+        fields = json.loads(await _body(request, "A question", LARGEST_BODY) or b"{}")
     except (ValueError, RecursionError):
         fields = None
-    except ClientDisconnect:
-        return _error(499, "The page went away.")
     if not isinstance(fields, dict):
-        return _error(400, "A question is a JSON object.")
+        raise RefusedError(400, "A question is a JSON object.")
     return fields
 
 
-async def _body(request: Request, most: int = LARGEST_BODY) -> bytes | None:
-    """What was sent; None as soon as it is more than so many bytes."""
+async def _body(request: Request, what: str, most: int) -> bytes:
+    """The bytes that were sent; raises `RefusedError` as soon as they are too many."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > most:
-            return None
+            raise RefusedError(413, f"{what} has at most {most} bytes.")
     return bytes(body)
 
 
