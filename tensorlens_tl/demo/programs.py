@@ -121,7 +121,6 @@ class Design:
     """A whole transformer, without norms.
 
     Attributes:
-        name: of the program.
         words: its vocabulary; token ids are places in it.
         tokens: what each token's embedding is, `[word, width]`.
         positions: what each position's embedding is, `[pos, width]`.
@@ -130,7 +129,6 @@ class Design:
         unembed: logits from the stream, `[width, word]`.
     """
 
-    name: str
     words: tuple[str, ...]
     tokens: Float[Tensor, "word width"]
     positions: Float[Tensor, "pos width"]
@@ -138,8 +136,8 @@ class Design:
     unembed: Float[Tensor, "width word"]
     neurons: dict[int, Neurons] = field(default_factory=dict[int, Neurons])
 
-    def model(self, kind: str | None, *, norm: bool, dtype: torch.dtype) -> Any:
-        """The TransformerLens model; arguments as of `Program.model`."""
+    def model(self, name: str, kind: str | None, *, norm: bool, dtype: torch.dtype) -> Any:
+        """The TransformerLens model of a program's name; other arguments as of `Program.model`."""
         width = self.tokens.shape[1]
         basis = torch.eye(width).double()
         constant = torch.zeros(width).double()
@@ -159,7 +157,7 @@ class Design:
             "act_fn": "relu",
             "normalization_type": "LN" if norm else None,
         }
-        model = _empty(kind, sizes, dtype, f"tensorlens-program-{self.name}{'-norm' * norm}")
+        model = _empty(kind, sizes, dtype, f"tensorlens-program-{name}{'-norm' * norm}")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -313,7 +311,7 @@ class Program:
         Raises:
             InvalidInputError: no such kind, or HookedTransformer asked for on TransformerLens 4.
         """
-        return self.design.model(kind, norm=norm, dtype=dtype)
+        return self.design.model(self.name, kind, norm=norm, dtype=dtype)
 
     def words(self, tokens: IdsLike) -> list[str]:
         """A prompt's tokens, readable."""
@@ -449,7 +447,6 @@ def before(spaces: Spaces, positions: int, value: str, out: str) -> Head:
 
 
 def design(
-    name: str,
     words: tuple[str, ...],
     spaces: Spaces,
     heads: list[Head],
@@ -460,7 +457,7 @@ def design(
     unembed = CONFIDENCE * spaces.read("answer") if unembed is None else unembed
     positions = spaces.write("position")
     layers = tuple((head, idle(spaces, len(positions))) for head in heads)
-    return Design(name, words, spaces.write("token"), positions, layers, unembed, neurons or {})
+    return Design(words, spaces.write("token"), positions, layers, unembed, neurons or {})
 
 
 def vocabulary(*special: str, letters: int) -> tuple[tuple[str, ...], list[int]]:
@@ -507,7 +504,7 @@ def previous_token() -> Program:
     return Program(
         "previous-token",
         "says the token before",
-        design("previous-token", words, spaces, [before(spaces, positions, "token", "answer")]),
+        design(words, spaces, [before(spaces, positions, "token", "answer")]),
         tuple(range(2, 10)),
         lambda rng: [0, *rng.choices(letters, k=9)],
         explain,
@@ -529,7 +526,7 @@ def two_back() -> Program:
     return Program(
         "two-back",
         "says the token two before, by way of the one between",
-        design("two-back", words, spaces, heads),
+        design(words, spaces, heads),
         tuple(range(3, 10)),
         lambda rng: [0, *rng.choices(letters, k=9)],
         explain,
@@ -579,7 +576,7 @@ def reverse() -> Program:
     return Program(
         "reverse",
         "says the letters before the separator, from the last to the first",
-        design("reverse", words, spaces, [find, copy], {0: both}),
+        design(words, spaces, [find, copy], {0: both}),
         (8, 9, 10),
         sample,
         explain,
@@ -630,7 +627,7 @@ def sort() -> Program:
     return Program(
         "sort",
         "says the letters before the separator in the order of the alphabet",
-        design("sort", words, spaces, [copy]),
+        design(words, spaces, [copy]),
         (6, 7, 8, 9, 10),
         sample,
         explain,
@@ -670,7 +667,7 @@ def induction() -> Program:
     return Program(
         "induction",
         "goes on with a segment that it has seen",
-        design("induction", words, spaces, [before(spaces, positions, "token", "previous"), match]),
+        design(words, spaces, [before(spaces, positions, "token", "previous"), match]),
         (9, 10, 11, 12),
         sample,
         explain,
@@ -730,7 +727,7 @@ def two_hop() -> Program:
     return Program(
         "two-hop",
         "says the partner of the question's partner",
-        design("two-hop", words, spaces, [note, first, second]),
+        design(words, spaces, [note, first, second]),
         (9, 11),
         sample,
         explain,
@@ -800,7 +797,7 @@ def counting() -> Program:
     return Program(
         "counting",
         "says how many of the letter asked for there are",
-        design("counting", words, spaces, [count], unembed=LOGITS * unembed),
+        design(words, spaces, [count], unembed=LOGITS * unembed),
         (slots + 1, slots + 2),
         sample,
         explain,
