@@ -917,9 +917,7 @@ def freeze_generation(
     [[3, 6]]
     """
     view = ModelView(model)
-    texts = texts_of(
-        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
-    )  # fmt: skip
+    texts = texts_of(view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos)
     return frozen_texts(model, texts, padding_side, store, verify)
 
 
@@ -996,9 +994,7 @@ def attribute_generation(
     known_rule(rule)
     in_bytes(memory)
     view = ModelView(model)
-    texts = texts_of(
-        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
-    )  # fmt: skip
+    texts = texts_of(view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos)
     batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
     if len(batches) == 1:
         return frozen_texts(model, texts, padding_side, store, verify)._answer(question)

@@ -746,9 +746,9 @@ def _of_experts(inner: Any, refuse: Refuse) -> AttentionWeights:
 
 def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     """Read multi-head latent attention (DeepSeek-V2): values are computed from a normed latent vector of each token."""
-    down, norm, up, out = (getattr(inner, name, None) for name in (
-        "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"
-    ))  # fmt: skip
+    down, norm, up, out = (
+        getattr(inner, name, None) for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    )
     if not all(isinstance(innermost(part), nn.Module) for part in (down, norm, up, out)):
         raise refuse("latent attention without kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj and o_proj.")
     norm = innermost(norm)

@@ -976,14 +976,14 @@ def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, 
     return positions
 
 
-def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
+def span_positions(prompt: Prompt, keys: Query) -> Int[Tensor, "batch key"]:
     """Like `query_positions`, for source tokens: a text denotes all its tokens, ``"all"`` every source token.
 
     Also raises an error if a text has different numbers of tokens in the prompts.
     """
     if is_all(keys) or not isinstance(keys, str):
-        return query_positions(prompt, keys, name)
-    return _equally_many(_spans(prompt, keys, name), prompt.mask, f"{name}={keys!r}")
+        return query_positions(prompt, keys, "keys")
+    return _equally_many(_spans(prompt, keys, "keys"), prompt.mask, f"keys={keys!r}")
 
 
 def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:

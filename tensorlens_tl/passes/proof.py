@@ -45,14 +45,14 @@ SAMPLED = "sampled positions of each prompt"
 # more products, the values of every token are computed.
 
 
-def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -> Int[Tensor, "batch query"]:
+def sampled_positions(mask: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch query"]:
     """Return each prompt's last real token and random others, ascending, fixed by the mask; repeats fill rows."""
     real = mask.cpu()
     numbers = torch.arange(real.shape[1])
     last = (real * (numbers + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
     priorities = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)).masked_fill(~real, -1.0)
     priorities = priorities.scatter(1, last, 2.0)
-    priority, drawn = priorities.topk(min(count, int(real.sum(1).amax().clamp_min(1))), dim=1)
+    priority, drawn = priorities.topk(min(POSITIONS, int(real.sum(1).amax().clamp_min(1))), dim=1)
     return torch.where(priority < 0, last, drawn).sort(dim=1).values.to(mask.device)
 
 
