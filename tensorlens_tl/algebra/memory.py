@@ -79,6 +79,11 @@ def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int 
     return _noted((range(start, min(start + step, rows)) for start in bar), what, len(starts))
 
 
+def slices(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int = 1) -> Iterator[slice]:
+    """Yield the ranges of `chunks` as slices, which index a tensor without a copy."""
+    return (slice(part.start, part.stop) for part in chunks(rows, bytes_per_row, memory, what, parts))
+
+
 def _noted(ranges: Iterable[range], what: str, count: int) -> Iterator[range]:
     for number, rows in enumerate(ranges):
         if count > 1:

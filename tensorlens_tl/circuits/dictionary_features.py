@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, Norm
-from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.memory import slices
 from tensorlens_tl.algebra.numerics import relative_error, widest
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.stream import Stream
@@ -428,8 +428,7 @@ class Features(Scored):
         """
         g = self.writer.pull(g)
         gains = widest(g[:0]).new_zeros(len(g), len(self.values))
-        for some in chunks(len(self.values), (len(g) + 2) * g.shape[-1] * gains.element_size(), None, "features"):
-            part = slice(some.start, some.stop)
+        for part in slices(len(self.values), (len(g) + 2) * g.shape[-1] * gains.element_size(), None, "features"):
             prompt, position, feature = self.index[part].T
             W_dec = widest(self.dictionary.W_dec[feature])
             gains[:, part] = torch.einsum("rad,ad->ra", widest(g[:, prompt, position]), W_dec)

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, slices
 from tensorlens_tl.algebra.numerics import upcast, widest
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Direction, FeatureChoice, FeatureLike
@@ -274,8 +274,7 @@ def _pulled(
     """Pull a target's vectors through a map to all positions of an earlier stream; yield rows with their constants."""
     frozen = readout.stream.run
     length = frozen.tokens.shape[1]
-    for rows in chunks(readout.positions.shape[1], row_bytes, memory, title):
-        part = slice(rows.start, rows.stop)
+    for part in slices(readout.positions.shape[1], row_bytes, memory, title):
         vectors, constant = readout.vectors[:, part].transpose(0, 1), readout.constant[:, part].T
         terms = BiasTerms()
         where = RowPositions(readout.positions[:, part].T)

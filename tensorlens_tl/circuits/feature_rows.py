@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import checked_names, plain, whole_number
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, chunks, slices
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import FeatureChoice, HookName, LabelsLike, RowsLike, Whole, Window
 from tensorlens_tl.circuits.dictionary_features import Features, feature_labels, features as features_of
@@ -362,8 +362,8 @@ def _promoted(
     if not count:
         return none
     best = [
-        (rows[part.start : part.stop] @ W_U).topk(min(count, W_U.shape[1]))
-        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features")
+        (rows[part] @ W_U).topk(min(count, W_U.shape[1]))
+        for part in slices(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features")
     ]
     return torch.cat([top.indices for top in best]), torch.cat([top.values for top in best])
 

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.memory import slices
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.dictionary_features import Features
 from tensorlens_tl.circuits.stream import Pulled, Stream, Sublayer, token_pairs
@@ -399,8 +399,8 @@ class FeatureSplit:
         """Sum the vectors of the features in no slot at each position, times their factors."""
         position, feature = self.features.index[:, 1:].T
         sums = upcast(vectors.new_zeros(len(self.cotangent), vectors.shape[1]))
-        for rows in chunks(len(self._others), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
-            at = self._others[rows.start : rows.stop]
+        for part in slices(len(self._others), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
+            at = self._others[part]
             sums.index_add_(0, position[at], upcast(vectors[feature[at]]) * factors[at, None])
         return sums.to(vectors)
 

@@ -45,7 +45,7 @@ from tensorlens_tl.algebra import (
     Sum,
     stages_of,
 )
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, slices
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.algebra.secants import Offset, without_offsets
@@ -814,8 +814,7 @@ class StreamTarget:
     def some_queries(self, row_bytes: int, memory: Memory) -> Iterator[slice]:
         """Yield slices of queries that fit into memory together; a single query is not bounded."""
         count = self.positions.shape[1]
-        for rows in chunks(count, row_bytes, memory if count > 1 else None, "queries"):
-            yield slice(rows.start, rows.stop)
+        return slices(count, row_bytes, memory if count > 1 else None, "queries")
 
     @property
     def points(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, slices
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
 from tensorlens_tl.core import SAME_VALUE, Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
@@ -238,11 +238,10 @@ def _at_output(
     x = frozen.resid_pre(0)
     heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
     queries = positions.shape[1]
-    for rows in chunks(queries, 4 * (frozen.row_bytes + heads), memory if queries > 1 else None, "gradients"):
-        chosen = slice(rows.start, rows.stop)
+    for chosen in slices(queries, 4 * (frozen.row_bytes + heads), memory if queries > 1 else None, "gradients"):
         sources = vectors[:, chosen].transpose(0, 1)[:, :, None]
         at = positions[:, chosen].T[:, :, None, None].expand_as(sources)
-        cotangents = sources.new_zeros(len(rows), *x.shape[:2], sources.shape[-1]).scatter_(2, at, sources)
+        cotangents = sources.new_zeros(len(sources), *x.shape[:2], sources.shape[-1]).scatter_(2, at, sources)
         yield cotangents if head is None else head.pull(cotangents)
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, formerly
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, slices
 from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, PatchWeights, Query, TokenLike
@@ -178,8 +178,7 @@ def pixel_scores(
     assert collapse.total is not None
     x = embedding.x
     scores = x.new_zeros(*gradient.shape[:2], *x.shape[1:])
-    for rows in chunks(gradient.shape[1], frozen.row_bytes, memory, "queries"):
-        chunk = slice(rows.start, rows.stop)
+    for chunk in slices(gradient.shape[1], frozen.row_bytes, memory, "queries"):
         scores[:, chunk] = (embedding.pull(gradient[:, chunk].transpose(0, 1)) * x).transpose(0, 1)
     bias = upcast(collapse.bias) + (upcast(gradient) * rest.unsqueeze(-3)).sum((-2, -1))
     gap = relative_gap(scores.flatten(2), bias, collapse.total)

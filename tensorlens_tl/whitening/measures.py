@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, real_number, whole_number
 from tensorlens_tl.algebra import scan, spectral_radius
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory, slices
 from tensorlens_tl.drawing.charts import curves
 from tensorlens_tl.drawing.page import Picture, panel, table
 from tensorlens_tl.errors import InvalidInputError, NumericalError
@@ -176,8 +176,8 @@ def _off_diagonal(centred: Float[Tensor, "batch n"], memory: Memory) -> float:
             "and 2 such numbers, are needed."
         )
     total = centred.new_zeros(())
-    for rows in chunks(count, count * centred.element_size(), memory, "covariances"):
-        total += (centred[:, rows.start : rows.stop].T @ centred).abs().sum()
+    for rows in slices(count, count * centred.element_size(), memory, "covariances"):
+        total += (centred[:, rows].T @ centred).abs().sum()
     variance = centred.square().sum()
     return float((total - variance) / variance / (count - 1))
 
