@@ -665,11 +665,11 @@ def a_hook_stays(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "broken", "message"),
     [
-        (OPT, ignored_patterns, "the model held by hooks is the operator"),
-        (GPT2, ignored_norms, "the model held by hooks is the operator"),
-        (LLAMA, ignored_rule, r"the model held by hooks is the operator \(frozen-integrated-gradients\)"),
+        (OPT, ignored_patterns, "the hook-frozen model equals the operator"),
+        (GPT2, ignored_norms, "the hook-frozen model equals the operator"),
+        (LLAMA, ignored_rule, r"the hook-frozen model equals the operator \(frozen-integrated-gradients\)"),
         (GPT2, wrong_adjoint, "pull is the adjoint of push"),
-        (GPT2, forgotten_bias, "contributions and bias are the model's output"),
+        (GPT2, forgotten_bias, "contributions and bias sum to the model's output"),
         (GPT2, a_hook_stays, "hooks of the model are not what they were"),
     ],
 )
@@ -700,11 +700,12 @@ def test_every_model_passes(check):
 
 def test_a_report_of_a_model_holds_every_check(model_named):
     report = check_model(model_named(GPT2))
-    held = {f"the model held by hooks is the operator ({rule})" for rule in tlens.FROZEN_RULES}
+    held = {f"the hook-frozen model equals the operator ({rule})" for rule in tlens.FROZEN_RULES}
     assert set(report.errors) == held | {
         "blocks.0", "blocks.0.writes", "blocks.1", "blocks.1.writes", "head", "unembed",
-        "contributions and bias are the model's output",
-        "pull is the adjoint of push", "autograd through the held model is pull", "a batch is its prompts one by one",
+        "contributions and bias sum to the model's output",
+        "pull is the adjoint of push", "autograd through the frozen model equals pull",
+        "a batch equals its prompts run one by one",
         "padding on the right changes nothing", "padding on the left changes nothing",
     }  # fmt: skip
 

@@ -310,8 +310,8 @@ def test_the_command_line_explains_the_first_class(tmp_path, capsys, name):
     assert "'POSITIVE' − 'NEGATIVE'" in " ".join(capsys.readouterr().out.split())
     assert main(["verify", TEXT, "--model", folder]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Every weight is the checkpoint's" in said
-    assert "Its logits are those of the model that Hugging Face loads" in said
+    assert "All weights come from the checkpoint" in said
+    assert "Its logits equal those of the Hugging Face model" in said
 
 
 def test_the_explorer_answers_about_classes(tmp_path):

@@ -270,7 +270,7 @@ def test_a_stack_with_new_weights_is_not_explained_at_all(tmp_path, capsys):
     ("name", "line"),
     [
         ("LlamaModel", "the checkpoint does not have them: lm_head.weight"),
-        ("LlamaForCausalLM", "Every weight is the checkpoint's"),
+        ("LlamaForCausalLM", "All weights come from the checkpoint"),
     ],
 )
 def test_verify_says_which_weights_are_new(tmp_path, capsys, name, line):
@@ -280,7 +280,7 @@ def test_verify_says_which_weights_are_new(tmp_path, capsys, name, line):
 
 def test_verify_says_where_it_cannot_know(capsys):
     assert main(["verify"]) == 0
-    assert "is not known of this model" in " ".join(capsys.readouterr().out.split())
+    assert "It is unknown whether the checkpoint" in " ".join(capsys.readouterr().out.split())
 
 
 # ----------------------------------------------------------------------------------------------- the checkpoint's model
@@ -348,7 +348,7 @@ def test_a_bridge_that_is_not_the_model_of_its_checkpoint_is_told(tmp_path, caps
 def test_verify_compares_the_logits_with_the_checkpoints_model(tmp_path, capsys):
     folder = saved_with_large_weights(tmp_path, "LlamaForCausalLM", **SIZES, **GROUPED)
     assert main(["verify", TEXT, "--model", folder]) == 0
-    assert "Its logits are those of the model that Hugging Face loads" in " ".join(capsys.readouterr().out.split())
+    assert "Its logits equal those of the Hugging Face model" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_has_no_checkpoint_at_hand_is_not_compared(tmp_path):

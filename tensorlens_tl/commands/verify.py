@@ -40,21 +40,21 @@ def run(args: argparse.Namespace) -> None:
         rows.append((part, layout, f"{error:.1e}"))
     rows += [(part, "", f"refused: {why}") for part, why in report.refused.items()]
     headings = ("part or claim", "layout", "relative error")
-    caption = "0 means bit for bit: the same operations in the same order"
+    caption = "0: identical to the last bit"
     show_table(f"{report.description}: supported", headings, rows, left=headings, caption=caption)
     error = check_checkpoint(model)
     print(_newly_initialised(view))
     if error is not None:
-        print(f"Its logits are those of the model that Hugging Face loads from there (they differ by {error:.1e}).")
+        print(f"Its logits equal those of the Hugging Face model of this checkpoint (largest difference {error:.1e}).")
 
 
 def _newly_initialised(view: "ModelView") -> str:
     """What is known about weights that the checkpoint does not have."""
     if view.untrained.classifier:
-        return f"This is no whole model: {view.untrained.noise(logits=True)}"
+        return f"This model is incomplete: {view.untrained.noise(logits=True)}"
     if view.untrained.names is None:
-        return "Whether a checkpoint had every weight is not known of this model."
+        return "It is unknown whether the checkpoint had every weight of this model."
     if not view.untrained.names:
-        return "Every weight is the checkpoint's."
+        return "All weights come from the checkpoint."
     names = ", ".join(view.untrained.names)
     return f"Newly initialised, as the checkpoint does not have them: {names}. What these compute is noise."

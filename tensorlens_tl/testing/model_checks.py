@@ -170,7 +170,7 @@ def check_completeness(case: ModelCase) -> None:
     op = case.frozen.operator()
     real = case.frozen.mask
     output = op.contributions().sum(2) + op.bias
-    case.same("contributions and bias are the model's output", output[real], op.output[real])
+    case.same("contributions and bias sum to the model's output", output[real], op.output[real])
 
 
 def check_adjoint(case: ModelCase) -> None:
@@ -194,14 +194,14 @@ def _held_by(rule: FrozenRule) -> Callable[[ModelCase], None]:
         real = case.frozen.mask
         with torch.no_grad():
             live = held_output(case.frozen, x, rule=rule)
-        case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
+        case.same(f"the hook-frozen model equals the operator ({rule})", live[real], op(x)[real])
 
     check.__name__ = f"check_held_by_hooks_{rule}"
     return check
 
 
 def check_autograd(case: ModelCase) -> None:
-    """Autograd through the model held by hooks is pull."""
+    """Autograd through the hook-frozen model equals pull."""
     op = case.frozen.operator()
     real = case.frozen.mask
     with torch.enable_grad():
@@ -209,7 +209,7 @@ def check_autograd(case: ModelCase) -> None:
         output = held_output(case.frozen, x)
         g = case.draw(op.x) * real[..., None]
         (pulled,) = torch.autograd.grad(output, x, g)
-    case.same("autograd through the held model is pull", pulled[real], op.pull(g)[real])
+    case.same("autograd through the frozen model equals pull", pulled[real], op.pull(g)[real])
 
 
 PLAIN = {"input", "attention_mask", "one_zero_attention_mask", "decoder_input_ids", "decoder_attention_mask"}
@@ -223,7 +223,7 @@ def check_one_by_one(case: ModelCase) -> None:
         return
     alone = freeze(frozen.model, **frozen.prompt.again(slice(0, 1)), tolerance=frozen.tolerance)
     mine, theirs = (f.operator().contributions() for f in (frozen, alone))
-    case.same("a batch is its prompts one by one", mine[:1], theirs)
+    case.same("a batch equals its prompts run one by one", mine[:1], theirs)
 
 
 def check_padding_on_the_right(case: ModelCase) -> None:

@@ -545,7 +545,7 @@ def test_the_command_line(real, command, tmp_path):
         total = re.findall(r"total</th><td>([^<]+)", page)[0]
         assert float(total) == pytest.approx(expected, rel=1e-3)
     if command == "verify":
-        assert "Every weight is the checkpoint's" in done.stdout
+        assert "All weights come from the checkpoint" in done.stdout
 
 
 def test_the_explorers_first_answer(real, pair):
