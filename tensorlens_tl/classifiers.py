@@ -102,7 +102,7 @@ def load_classifier(
     if loader is None:
         raise InvalidInputError(
             f"load_classifier: {name} is the checkpoint of a {named}. Classes that end in {', '.join(LOADERS)} are "
-            "supported; TransformerBridge.boot_transformers(name) boots language models."
+            "supported; TransformerBridge.boot_transformers(name) boots models of language, images and sound."
         )
     language = _language_model(config, named)
     if hf_model is None:

@@ -158,9 +158,12 @@ def _class_number(view: ModelView, label: str, name: str) -> int:
     matches = matches or [number for number, names in synonyms.items() if label in names]
     if len(matches) == 1:
         return matches[0]
-    labels = ", ".join(repr(text) for text in list(view.labels.values())[:8])
+    labels = ", ".join(map(repr, list(view.labels.values())[:8])) + " …" * (len(view.labels) > 8)
     what = f"the label of classes {matches}" if matches else "no class"
-    raise InvalidInputError(f"{name}={label!r} is {what} of this model, whose labels are {labels} …; or pass a number.")
+    near = nearest(label, view.labels.values())
+    raise InvalidInputError(
+        f"{name}={label!r} is {what} of this model, whose labels are {labels}; or pass a number.{near}"
+    )
 
 
 def token_label(view: ModelView, token: int) -> str:
