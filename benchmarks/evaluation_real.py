@@ -388,7 +388,7 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
-        f"Cheaper methods agree less well. On their respective worst pairs, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
+        f"Cheaper methods ([definitions](howto/12_two_prompts.md#which-heads-and-mlps)) agree less well. On their respective worst pairs, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
         f"(`integrated-gradients`, five gradients) has r = {low_of['integrated-gradients']}. Methods that rely on a linear approximation at the clean prompt fail on some pairs: r falls to "
         f"{low_of['gradient']} for `gradient`, {low_of['atp*']} for `atp*` and {low_of['frozen']} for `frozen`."
     )

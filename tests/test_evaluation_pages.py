@@ -42,7 +42,7 @@ POSITIVE, INDUCTION = "Language model: positive perturbation", "Induction, langu
             [(INDUCTION, "difference", "mrr"), ("Brackets", "difference", "mrr")],
         ),
         (
-            "TensorLens leads on the recall task ({}, tied with `decompx target`)",
+            "leads on the recall task ({}; only `decompx target`, `relp` and `cp-lrp` do not differ significantly)",
             [("Key–value recall", "tensorlens target", "mass")],
         ),
         ("On the induction task, In+Out ({}) does not", [(INDUCTION, "tensorlens in_out", "mass")]),

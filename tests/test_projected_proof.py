@@ -142,4 +142,4 @@ def test_the_stated_probability_of_a_miss():
     terms = [half**number / torch.arange(1.0, number + 1).prod().item() for number in range(COLUMNS // 2)]
     probability = 1 - torch.exp(torch.tensor(-half, dtype=torch.float64)) * sum(terms)
     assert 0.9e-7 < float(probability) < 1.1e-7
-    assert f"compared on {COLUMNS} random vectors" in (Path(__file__).parents[1] / "docs/cost.md").read_text()
+    assert f"on {COLUMNS} random vectors" in (Path(__file__).parents[1] / "docs/cost.md").read_text()
