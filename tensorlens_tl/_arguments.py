@@ -346,13 +346,13 @@ def confidence(level: Number) -> float:
     return real_number("level", level, lambda x: 0 < x < 1, "pass a confidence between 0 and 1")
 
 
-MOST = 1_000_000
+MOST_AT_ONCE = 1_000_000
 """The largest number of runs, draws or prompts in one call; with many more, memory or patience would run out."""
 
 
 def whole_count(name: str, value: Any, least: int = 1, why: str = "") -> int:
-    """Return how often something is done, or how many items are built: an integer up to `MOST`; see `whole_number`."""
-    return whole_number(name, whole_number(name, value, least, why=why), most=MOST)
+    """Return how often something is done, or how many items are built: an integer up to `MOST_AT_ONCE`."""
+    return whole_number(name, whole_number(name, value, least, why=why), most=MOST_AT_ONCE)
 
 
 def whole_seed(seed: Any, least: int = -(2**63)) -> int:

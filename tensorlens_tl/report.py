@@ -555,7 +555,6 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
         columns = {name: scores / sizes[name] for name, scores in columns.items()}
         facts = {}
         trusted = list(members)
-
     listed = side_by_side(tokens, columns, hints, facts, scaled_by=trusted)
     estimated = (estimate(name, result, rows[name]) for name, result in members.items())
     notes = [*filter(None, estimated)]
@@ -936,8 +935,10 @@ def explain_generation(
             _largest(ended),
         ]
     results = {"each token": tokens, "the stretch": whole} | {f"{hop} hops": step for hop, step in steps.items()}
-    gaps = {name: result.gap for name, result in results.items() if result.gap is not None}
-    sums = {f"{name}: Σ scores + bias against the logits": float(gap.max()) for name, gap in gaps.items()}
+    sums: dict[str, float] = {}
+    for name, result in results.items():
+        assert result.gap is not None
+        sums[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
     parts.append(_proofs(text.frozen.errors, sums))
     return Picture(f"What made a generated text: {visible(text.texts[0])[:60]}", "".join(parts))
 

@@ -8,6 +8,7 @@ import torch
 from conftest import tolerance
 
 import tensorlens_tl as tlens
+from scripts import train_reversal
 from tensorlens_tl import circuits, compress, demo, evaluate, whitening
 from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.results import storage
@@ -410,6 +411,7 @@ def test_the_shipped_reversal_model():
     assert sum(path.stat().st_size for path in folder.iterdir()) < 150_000
     model, letters = tlens.load_demo_model("reversal"), demo.reversal_words()
     assert letters.shape == (1004, 6)
+    assert bool(train_reversal.is_held_out_word(letters).all())
     start = written = torch.ones_like(letters[:, :1])
     with torch.no_grad():
         for _ in range(6):

@@ -10,6 +10,7 @@ from conftest import close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate
+from tensorlens_tl.circuits.effects import Ablation
 from tensorlens_tl.circuits.live import LiveTarget
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.methods import gradients
@@ -85,9 +86,18 @@ def _attributed(method, **options):
     return lambda model, frozen: tlens.attribute(frozen, method=method, **options).scores
 
 
+def _ablation(model, frozen):
+    """The first call has unchanged copies in its run, the second does not."""
+    ablation = Ablation(frozen)
+    first, second = (ablation.logits(["L0H1"], by="mean") for _ in range(2))
+    assert close(first, second)
+    return first
+
+
 QUESTIONS = {
     "total_effects": lambda model, frozen: circuits.total_effects(frozen, 5, live=True, query=[2, -1]).scores,
     "patch_scores": _patching,
+    "ablation": _ablation,
     "leave-one-out": _attributed("leave-one-out", target=5, replacement=7, query=[2, -1]),
     "deleted": _attributed("leave-one-out", target=5, replacement="delete"),
     "value-zeroing": _attributed("value-zeroing"),

@@ -541,7 +541,8 @@ class ChainWithReads(MixingMap):
         for number, stage in enumerate(self.stages):
             if number in self.reads:
                 source, read = self.reads[number]
-                bias = bias + self._bias_after(read, entered[source])
+                carried = self._bias_after(read, entered[source])
+                bias = carried if bias is ZERO else bias if carried is ZERO else bias + carried
             entered.append(bias)
             bias = self._bias_after(stage, bias)
         return bias

@@ -41,16 +41,16 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain, whole_number
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
-from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size
+from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size, in_bytes
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import (
     LiveTarget,
     NodeChange,
     NodeGradients,
-    change_hooks,
+    bytes_per_copy,
+    changed_nodes,
     sublayer_nodes,
-    without_experts,
 )
 from tensorlens_tl.circuits.ruled import target_under
 from tensorlens_tl.circuits.stream import (
@@ -65,7 +65,7 @@ from tensorlens_tl.circuits.stream import (
 )
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
-from tensorlens_tl.hooks import capture, changed_calls, states_and_logits
+from tensorlens_tl.hooks import capture, states_and_logits
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, LayerRange, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
@@ -394,7 +394,7 @@ class Ablation:
         self._query = query
         self._readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
         self._nodes = list(sublayer_nodes(self._readout, "ablated_logits", "head", "Name other nodes."))
-        self._unverified = self._runs
+        self._verified = False
         self._singly: list[Ablation] = []  # one for each pass, if they cannot share a run
 
     @one_question
@@ -403,7 +403,9 @@ class Ablation:
     ) -> Float[Tensor, "run_and_batch query d_vocab"]:
         """Return the logits without some nodes: the prompts of `frozen`, then those of `also`; see `ablated_logits`.
 
-        The first run also has unchanged copies of the prompts, which must reproduce the passes.
+        The first run also has unchanged copies of the prompts, as its first and last rows: both must reproduce their
+        passes. User hooks and custom classes may act on one row only, and a batch may not fit: then these copies, and
+        each pass, run separately.
         """
         frozen, runs = self.frozen, self._runs
         check_choice("by", by, ABLATIONS)
@@ -413,48 +415,62 @@ class Ablation:
         if by != "zero" and any(change.expert is not None for change in changes):
             raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
         if frozen.view.unembedding is None or frozen.points.unembed_in is None:
-            raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
+            raise self._no_logits
         live = frozen.live("ablated_logits")
         live.check_hooks()
-        prove_obedience(frozen.maps)  # after the comparison: a hook put on since would look like disobedience
-        if not self._singly and not live.alone:
-            error, logits = self._run(self._unverified, changes, by, other)
+        count = len(runs)
+        if self._verified and (count == 1 or not live.alone):
+            return self._run(runs, range(count), changes, by, other)[1]
+        fits = (count + 2) * bytes_per_copy(self._readout) <= in_bytes(None)
+        if fits and not live.alone and not self._singly:
+            error, logits = self._run([runs[0], *runs, runs[-1]], range(1, count + 1), changes, by, other)
             if error <= live.tolerance:
-                self._unverified = []
+                self._note_verified()
                 return logits
-        if len(runs) > 1:
+        if count > 1:
             self._singly = self._singly or [Ablation(run, self._query) for run in runs]
             return torch.cat([single.logits(nodes, by, other) for single in self._singly])
-        if self._unverified:  # user hooks may act on one row of a batch only, and results may depend on its size
-            error, _ = self._run(runs, [], by, other)
-            live.refuse(error, f"they differ by {error:.1e}")
-            self._unverified = []
-        return self._run([], changes, by, other)[1]
+        error, _ = self._run(runs, range(0), [], "zero", None)
+        live.refuse(error, f"they differ by {error:.1e}")
+        self._note_verified()
+        return self._run(runs, range(1), changes, by, other)[1]
+
+    @property
+    def _no_logits(self) -> UnsupportedModelError:
+        return UnsupportedModelError(f"ablated_logits: {self.frozen.view.description} has no logits.")
+
+    def _note_verified(self) -> None:
+        # after the comparison with the passes: a hook put on since would look like disobedience
+        prove_obedience(self.frozen.maps)
+        self._verified = True
 
     def _run(
-        self, unchanged: Sequence[FrozenPass], changes: Sequence[NodeChange], by: str, other: FrozenPass | None
-    ) -> tuple[float, Float[Tensor, "run_and_batch query d_vocab"]]:
-        """Run unchanged copies of some prompts, and with changes also changed copies of all.
+        self,
+        copies: Sequence[FrozenPass],
+        changed: range,
+        changes: Sequence[NodeChange],
+        by: str,
+        other: FrozenPass | None,
+    ) -> tuple[float, Float[Tensor, "changed_and_batch query d_vocab"]]:
+        """Run copies of the passes' prompts, some of them with changes.
 
         Returns:
             The largest error of the unchanged copies, relative to their passes, and the logits of the changed ones.
         """
         frozen = self.frozen
-        copies = [*unchanged, *(self._runs if changes else [])]
-        changed = [(copy, change) for copy in range(len(unchanged), len(copies)) for change in changes]
-        values = None if by == "zero" or not changes else self._values(copies, changes, by, other)
-        hooks = change_hooks(frozen, changed, len(copies), values)
-        experts = [(copy, change.expert) for copy, change in changed if change.expert is not None]
+        at, batch = frozen.points.unembed_in, len(frozen.tokens)
+        assert at is not None
+        numbered = [(copy, change) for copy in changed for change in changes]
+        values = None if by == "zero" else self._values(copies, changes, by, other)
         positions = frozen.prompt.in_logits(self._readout.positions).repeat(len(copies), 1)
         inputs = in_one_batch([run.inputs for run in copies])
-        at = str(frozen.points.unembed_in)
-        with changed_calls(without_experts(experts, len(copies), frozen.tokens)):
+        with changed_nodes(frozen, numbered, len(copies), values) as hooks:
             states, logits = states_and_logits(frozen.model, inputs, at, positions, hooks)
         if not isinstance(logits, Tensor) or logits.ndim != 3:
-            raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
-        parts = states.chunk(len(copies))
-        errors = [error_at(run.capture, at, part) for run, part in zip(unchanged, parts, strict=False)]
-        return max(errors, default=0.0), logits[len(unchanged) * len(frozen.tokens) :]
+            raise self._no_logits
+        parts = zip(copies, states.chunk(len(copies)), strict=True)
+        errors = [error_at(run.capture, at, part) for copy, (run, part) in enumerate(parts) if copy not in changed]
+        return max(errors, default=0.0), logits[changed.start * batch : changed.stop * batch]
 
     def _values(
         self, copies: Sequence[FrozenPass], changes: Sequence[NodeChange], by: str, other: FrozenPass | None
@@ -464,13 +480,14 @@ class Ablation:
         A mean is that of each copy's own values.
         """
         frozen = self.frozen
-        runs = list(dict.fromkeys(copies)) if other is None else [other]
-        points = [point for change in changes for point in change.points]
+        givers = [other or run for run in copies]
+        runs = list(dict.fromkeys(givers))
+        points = list(dict.fromkeys(point for change in changes for point in change.points))
         blocks = frozen.points.blocks
         after = max(change.layer for change in changes) + 1
         last = blocks[after].resid_pre if after < len(blocks) else self._readout.points[-1]
         inputs = in_one_batch([run.inputs for run in runs])
-        shown, _ = capture(runs[0].model, inputs, [*dict.fromkeys(points), last], last=last)
+        shown, _ = capture(runs[0].model, inputs, [*points, last], last=last)
         values: dict[str, Tensor] = {}
         for point in points:
             shape = frozen.tokens[:, frozen.capture.span(point)].shape
@@ -478,7 +495,7 @@ class Ablation:
             if by == "mean":
                 means = [_mean_of_tokens(run, point, value) for run, value in zip(runs, of_runs, strict=True)]
                 of_runs = torch.stack(means)
-            values[point] = of_runs.repeat(len(copies) // len(runs), 1, 1, 1).flatten(0, 1)
+            values[point] = of_runs[[runs.index(run) for run in givers]].flatten(0, 1)
         return values
 
 

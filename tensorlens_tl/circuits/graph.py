@@ -47,7 +47,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import Number, checked_names, formerly, real_number, whole_number
+from tensorlens_tl._arguments import Number, checked_names, formerly, plain, real_number, whole_number
 from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
@@ -662,8 +662,8 @@ def contribution_graph(
     >>> graph.gap < 1e-4
     True
     """
+    nodes, neurons, sources, features = (plain(value) for value in (nodes, neurons, sources, features))
     check_options(threshold, neurons, sources, features)
-    threshold = float(threshold)
     if nodes is not None and not (isinstance(nodes, float) and 0 < nodes < 1):
         nodes = whole_number("contribution_graph: nodes", nodes, 1, why="or a share of the target between 0 and 1")
     if features is not None and dictionaries in (None, [], ()):

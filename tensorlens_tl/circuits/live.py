@@ -174,14 +174,15 @@ def _changed(
     return changed.reshape(tensor.shape)
 
 
-def change_hooks(
+@contextmanager
+def changed_nodes(
     frozen: FrozenPass,
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
     values: NodeValues | None,
     earlier: EarlierLayers | None = None,
-) -> list[FwdHook]:
-    """Return the hooks that change nodes, each in its copy of the prompts.
+) -> Iterator[list[FwdHook]]:
+    """Change nodes in a run of copies of the prompts inside, each in its copy; yield the hooks that the run needs.
 
     Nodes get `values`, of every copy or of all; None zeroes them. `earlier` are layers that copies may skip.
     """
@@ -202,7 +203,18 @@ def change_hooks(
             replacement = values[point].unflatten(0, (-1, batch)).unflatten(-1, (parts, -1))
         hook = partial(_changed, earlier=earlier, marked=marked, replacement=replacement)
         hooks.append((point, in_this_thread(hook)))
-    return hooks
+    experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
+    with changed_calls(without_experts(experts, copies, frozen.tokens)):
+        yield hooks
+
+
+def bytes_per_copy(readout: StreamTarget) -> int:
+    """Return roughly what one copy of a target's prompts allocates in a run."""
+    frozen = readout.stream.run
+    x = frozen.resid_pre(0)
+    heads = max((len(step.nodes) for step in readout.stream.steps), default=1)
+    widest = max(block.widest for block in frozen.view.blocks) // 3  # it counts up to three vectors of that width
+    return 4 * x.shape[0] * x.shape[1] * (2 * x.shape[2] + widest + heads * x.shape[1]) * x.element_size()
 
 
 class LiveTarget:
@@ -266,18 +278,16 @@ class LiveTarget:
                     return numbers
             return self._run(chosen, len(copies), values)
 
-        runs = self._model.changed(len(changes), run, self._error, self._bytes_per_copy, memory, title)
+        runs = self._model.changed(len(changes), run, self._error, bytes_per_copy(self.readout), memory, title)
         return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
 
     def _run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
     ) -> Float[Tensor, "copy batch query"]:
         """Return the target in each copy of the prompts, in one run; changes are given with their copy."""
-        experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
-        hooks = change_hooks(self.frozen, changes, copies, values, self.earlier)
         names = self.readout.points
         inputs = repeated(self.frozen.inputs, copies)
-        with changed_calls(without_experts(experts, copies, self.frozen.tokens)):
+        with changed_nodes(self.frozen, changes, copies, values, self.earlier) as hooks:
             activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
         return self.number(activations, copies)
 
@@ -328,15 +338,6 @@ class LiveTarget:
         if held is not None:
             scale = max(scale, float(held.abs().max()))
         return float((numbers - total).abs().max()) / scale
-
-    @property
-    def _bytes_per_copy(self) -> int:
-        """Roughly what one copy of the prompts allocates in a run."""
-        x = self.frozen.resid_pre(0)
-        heads = max((len(step.nodes) for step in self.readout.stream.steps), default=1)
-        widest = max(block.widest for block in self.frozen.view.blocks)
-        per_position = 2 * x.shape[2] + widest + heads * x.shape[1]
-        return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
 
 
 def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:

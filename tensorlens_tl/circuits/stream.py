@@ -626,18 +626,18 @@ class Stream:
         frozen.view.require_single_streams("the stream of a circuit")
         rule = known_rule(rule)
         chosen = chosen_layers(frozen.n_layers, layers)
-        normed = through_final_norm(frozen, chosen.stop, final_norm)
+        ends_normed = through_final_norm(frozen, chosen.stop, final_norm)
         frozen.check_fresh()
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             ends = dict[str, AffineMap | None]()
-            if normed:
+            if ends_normed:
                 ends["ln_final.b"] = frozen.maps.final_map()
             if to_tokens:
                 ends["prediction head b"] = frozen.prediction_head(rule)
             last = frozen.maps.capture.side(frozen.n_layers - 1)
             steps += [Step(-1, (), end, name, last) for name, end in ends.items() if end is not None]
-        return cls(frozen, chosen, normed, tuple(steps))
+        return cls(frozen, chosen, ends_normed, tuple(steps))
 
     @cached_property
     def _values(self) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:

@@ -331,7 +331,8 @@ SAME_SHAPE = 1e-5
 # Therefore
 #
 # * with such hooks (`tensorlens_tl.hooks.foreign_hooks`), each copy is run separately, in a batch of the pass's shape;
-# * without, the first and the last copy of every batch are unchanged, and both must reproduce the pass.
+# * without, the first and the last copy of every batch are unchanged, and both must reproduce the pass (of an
+#   `Ablation`, in its first batch).
 
 
 def error_at(capture: Capture, name: str, tensor: Tensor) -> float:

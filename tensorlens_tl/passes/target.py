@@ -160,7 +160,7 @@ def _class_number(view: ModelView, label: str, name: str) -> int:
         return matches[0]
     labels = ", ".join(map(repr, list(view.labels.values())[:8])) + " …" * (len(view.labels) > 8)
     what = f"the label of classes {matches}" if matches else "no class"
-    near = nearest(label, view.labels.values())
+    near = "" if matches else nearest(label, view.labels.values())
     raise InvalidInputError(
         f"{name}={label!r} is {what} of this model, whose labels are {labels}; or pass a number.{near}"
     )
