@@ -2,6 +2,7 @@
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -278,6 +279,8 @@ def test_signed_and_absolute_shares_find_the_sources_of_a_trained_model():
     rows = [tasks.recall_row(rng, 4, 2, questions=3) for _ in range(40)]
     tokens = torch.tensor([[ids[word] for word in words] for words, _ in rows])
     text = freeze_generation(tlens.load_demo_model("recall"), tokens[:, :-7], continuation=tokens[:, -7:])
+    page = Path(__file__).parents[1] / "docs/howto/10_generated_text.md"
+    assert f"ranks first on all {len(rows)} prompts" in page.read_text(encoding="utf-8")
     for shares in ("signed", "absolute"):
         for hops in (1, 2, "all"):
             best = text.attribute(span=-1, hops=hops, shares=shares).scores[:, 0].argmax(-1)
