@@ -75,6 +75,9 @@ def built_in() -> list[str]:
     """The built-in methods, in the order of `QUESTIONS`."""
     ours = "tensorlens_tl.methods."
     names = [name for name in tlens.list_methods() if tlens.get_method(name).function.__module__.startswith(ours)]
+    lacking = sorted(set(names) - set(QUESTIONS))
+    if lacking:
+        raise SystemExit(f"QUESTIONS in scripts/choose.py has no line for {', '.join(lacking)}: add what it answers.")
     return sorted(names, key=list(QUESTIONS).index)
 
 

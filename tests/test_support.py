@@ -21,6 +21,7 @@ def table():
 
 
 def test_every_model_and_method_is_there():
+    """After a new model or method: `make support`."""
     rows = table()
     assert list(rows) == model_names()
     asked = ["QK", *support["methods"]()]
@@ -39,6 +40,7 @@ def test_what_only_the_other_release_line_has_is_named():
 
 
 def test_the_page_has_the_tables_and_what_methods_need():
+    """`make support` writes them."""
     text = support["PATH"].read_text(encoding="utf-8")
     assert support["written"](text) == text
 
