@@ -330,7 +330,7 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
 
 
 def real_number(name: str, value: Any, fits: Callable[[float], bool], words: str) -> float:
-    """Return a number of any kind (Python's, numpy's or torch's) as Python's, if it `fits`; `words` say what does.
+    """Return a number of any kind (Python's, numpy's or torch's) as a float, if it `fits`; `words` say what does.
 
     Raises:
         InvalidInputError: not a number, a boolean, or one that does not fit.
@@ -338,7 +338,7 @@ def real_number(name: str, value: Any, fits: Callable[[float], bool], words: str
     number = plain(value)
     if isinstance(number, bool) or not isinstance(number, int | float) or not fits(number):
         raise InvalidInputError(f"{name}={value!r}: {words}.")
-    return number
+    return float(number)
 
 
 def confidence(level: Number) -> float:

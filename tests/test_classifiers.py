@@ -105,7 +105,10 @@ def test_labels_are_targets_and_float32_is_close(tmp_path, name):
     assert abs(attribution.total[0, 0] - (logits[2] - logits[0])) < 1e-5 * logits.abs().max()
     assert attribution.queries.tolist() == [[0 if name.startswith("Bert") else 6]]
     for target, message in (
-        ("happy", "no class of this model, whose labels are 'NEGATIVE', 'NEUTRAL', 'POSITIVE'; or pass a number.$"),
+        (
+            "happy",
+            "no class of this model, whose labels are 'NEGATIVE', 'NEUTRAL', 'POSITIVE'; or pass a number.(\\n|$)",
+        ),
         ("Positive", "a number. Did you mean 'POSITIVE'"),
         (3, "classes are 0 to 2"),
     ):

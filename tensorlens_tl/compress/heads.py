@@ -352,7 +352,7 @@ def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
 def positive(name: str, value: Number, most: float = math.inf) -> float:
     """Return a positive number of any kind (also numpy's and torch's), at most `most`."""
     words = "pass a positive number" if most == math.inf else f"pass a number above 0, at most {most:g}"
-    return float(real_number(name, value, lambda x: 0 < x <= most, words))
+    return real_number(name, value, lambda x: 0 < x <= most, words)
 
 
 def _check_tensor(tensor: Tensor) -> None:
