@@ -187,6 +187,19 @@ def test_what_nobody_can_see_is_refused_where_it_acts_on_some_rows(name, row, qu
 
 
 @every_class
+@pytest.mark.parametrize("row", [0, -1])
+def test_two_passes_are_ablated_separately_if_unseen_code_acts_on_one_row(name, row):
+    model = tiny_model(name)
+    _class_forward(model, _add(model, row))
+    first = some_tokens(1, 6)
+    runs = [tlens.freeze(model, tokens) for tokens in (first, first.flip(1))]
+    together = Ablation(runs[0], also=runs[1])
+    singly = torch.cat([Ablation(run).logits(["L0H1"]) for run in runs])
+    assert close(together.logits(["L0H1"]), singly)
+    assert together._singly
+
+
+@every_class
 @pytest.mark.parametrize("acts", ["nowhere", "a hook", "unseen on the first row", "unseen on the last row"])
 def test_steps_of_integrated_gradients_share_runs(name, acts, monkeypatch):
     """As many as fit in one run, with the pass's own input at both ends; one by one where rows may not be alike."""
